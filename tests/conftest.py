@@ -1,0 +1,30 @@
+"""Fixtures that every part's tests may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.master import ALL_VERSIONS, Master, MasterMissing
+
+
+def _running(version: str) -> Iterator[Master]:
+    try:
+        master = Master(version)
+    except MasterMissing as missing:
+        pytest.skip(str(missing))
+    with master:
+        yield master
+
+
+@pytest.fixture
+def master() -> Iterator[Master]:
+    """A running Master of this environment's wheel, for this test alone."""
+    yield from _running("0.3.13")
+
+
+@pytest.fixture(params=ALL_VERSIONS)
+def any_master(request: pytest.FixtureRequest) -> Iterator[Master]:
+    """A running Master of each version in turn, for this test alone."""
+    yield from _running(request.param)
