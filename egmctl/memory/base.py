@@ -6,7 +6,7 @@ A provider creates chunks through a `ProviderMemory` and hands each out as a `Sh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -70,6 +70,13 @@ class ProviderMemory(Protocol):
     @property
     def kind(self) -> MemoryKind: ...
 
+    @property
+    def warnings(self) -> list[str]:
+        """What a person should know of this machine, each once; grows as chunks are created."""
+
+    def preflight(self, specs: Sequence[ChunkSpec]) -> None:
+        """Refuse (`PreflightError`, with the remedy) what this machine cannot do. Call it before the first create."""
+
     def granularity(self, numa_node: int) -> int:
         """Bytes that sizes on this node are a multiple of."""
 
@@ -86,6 +93,9 @@ class ProviderMemory(Protocol):
     def owned(self) -> list[ChunkSpec]:
         """The chunks that exist, those half released included."""
 
+    def chunks(self) -> list[Chunk]:
+        """The chunks behind `owned`: what a failed create or release has left can be released through them."""
+
     def close(self) -> None:
         """Give the reserved addresses back; refused (`ReleaseError`) while a chunk exists."""
 
@@ -99,6 +109,13 @@ class Mapping(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def device_address(self) -> int | None:
+        """The same bytes for a GPU; None when no device was given access."""
+
+    def host_view(self) -> memoryview:
+        """The bytes, readable and writable by the CPU; valid until `close`."""
 
     def close(self) -> None:
         """Unmap, then let go of the memory, then of the address range. Twice is success."""
