@@ -1,0 +1,1 @@
+"""The command line: faces only. Nothing outside this folder knows typer or rich."""

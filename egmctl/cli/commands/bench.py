@@ -1,0 +1,3 @@
+EXAMPLES = "egmctl bench"
+def run() -> None:
+    """x"""

@@ -1,0 +1,3 @@
+EXAMPLES = "egmctl demo"
+def run() -> None:
+    """x"""

@@ -1,0 +1,3 @@
+EXAMPLES = "egmctl doctor"
+def run() -> None:
+    """x"""

@@ -1,0 +1,3 @@
+EXAMPLES = "egmctl mount"
+def run() -> None:
+    """x"""

@@ -1,0 +1,3 @@
+EXAMPLES = "egmctl plan"
+def run() -> None:
+    """x"""

@@ -1,0 +1,3 @@
+EXAMPLES = "egmctl provision"
+def run() -> None:
+    """x"""

@@ -1,0 +1,3 @@
+EXAMPLES = "egmctl status"
+def run() -> None:
+    """x"""

@@ -1,0 +1,3 @@
+EXAMPLES = "egmctl teardown"
+def run() -> None:
+    """x"""

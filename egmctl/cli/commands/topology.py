@@ -1,0 +1,3 @@
+EXAMPLES = "egmctl topology"
+def run() -> None:
+    """x"""

@@ -1,0 +1,3 @@
+EXAMPLES = "egmctl verify"
+def run() -> None:
+    """x"""
