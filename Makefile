@@ -80,7 +80,7 @@ $(READY): requirements.lock pyproject.toml $(SYSTEM)
 	$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(MASTER): $(READY)
+$(MASTER): .ci/unpack_master.py | $(READY)
 	rm -rf $(MOONCAKE_DIR) .cache/download
 	$(PIP) download --no-deps --only-binary=:all: --python-version 3.12 \
 	    $(PLATFORMS) --dest .cache/download $(MOONCAKE_WHEEL)

@@ -57,7 +57,9 @@ def _global_options(
         typer.Option("--state-dir", metavar="DIR", help="Where ledgers live (environment: EGMCTL_STATE_DIR)."),
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, the rest on stderr.")] = False,
-    verbose: Annotated[int, typer.Option("--verbose", "-v", count=True, help="Say more; -vv all.", show_default=False)] = 0,
+    verbose: Annotated[
+        int, typer.Option("--verbose", "-v", count=True, help="Say more; -vv all.", show_default=False)
+    ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but results and errors.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:

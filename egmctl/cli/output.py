@@ -1,6 +1,6 @@
 """What a command says, and where: data on stdout, everything else on stderr.
 
-With ``--json`` stdout carries exactly one document. Colour appears on a terminal only, and never when ``NO_COLOR`` is set.
+With ``--json`` stdout carries exactly one document. Colour appears on a terminal only, and never with ``NO_COLOR``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Output:
         print(printable(text), file=sys.stderr if self.json else sys.stdout)
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = ()) -> None:
-        """A table: ruled by rich on a terminal, aligned columns anywhere else. ``right`` lists right-aligned columns."""
+        """A table: drawn by rich on a terminal, aligned columns anywhere else. ``right`` lists right-aligned columns."""
         cells = [[printable("" if cell is None else cell) for cell in row] for row in rows]
         stream = sys.stderr if self.json else sys.stdout
         if wants_colour(stream):
@@ -114,9 +114,7 @@ class Output:
         return f"{label} {printable(text)}".replace("\n", "\n    ")
 
 
-def _rich_table(
-    stream: TextIO, headings: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[int]
-) -> None:
+def _rich_table(stream: TextIO, headings: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[int]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table

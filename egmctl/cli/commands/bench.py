@@ -1,3 +1,5 @@
 EXAMPLES = "egmctl bench"
+
+
 def run() -> None:
     """x"""

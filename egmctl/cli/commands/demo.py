@@ -1,3 +1,5 @@
 EXAMPLES = "egmctl demo"
+
+
 def run() -> None:
     """x"""

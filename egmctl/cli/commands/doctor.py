@@ -1,3 +1,5 @@
 EXAMPLES = "egmctl doctor"
+
+
 def run() -> None:
     """x"""

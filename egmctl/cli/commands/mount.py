@@ -1,3 +1,5 @@
 EXAMPLES = "egmctl mount"
+
+
 def run() -> None:
     """x"""

@@ -1,3 +1,5 @@
 EXAMPLES = "egmctl provision"
+
+
 def run() -> None:
     """x"""

@@ -1,3 +1,5 @@
 EXAMPLES = "egmctl status"
+
+
 def run() -> None:
     """x"""

@@ -1,3 +1,5 @@
 EXAMPLES = "egmctl teardown"
+
+
 def run() -> None:
     """x"""

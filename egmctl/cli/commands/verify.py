@@ -1,3 +1,5 @@
 EXAMPLES = "egmctl verify"
+
+
 def run() -> None:
     """x"""
