@@ -18,7 +18,12 @@ MemoryKind = Literal["cuda-fabric", "cuda-posix", "shm"]
 
 
 class ReleaseError(CleanupPendingError):
-    """A release that failed: what it names is still owned, and releasing it again may succeed."""
+    """A release that failed: what it names is still owned, and releasing it again may succeed.
+
+    ``left`` is what can be closed again, where the caller has no other hold on it.
+    """
+
+    left: Mapping | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,329 @@
+"""The real CUDA driver behind the `Driver` door, through ``cuda.bindings.driver`` (12.9 and later).
+
+The bindings return a tuple whose first item is the result; here anything but success is a `CudaError`. They let other
+threads run during a call. Plain integers stand for pointers and handles, which the bindings take as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from egmctl.memory.driver import AllocationProp, CudaError, HandleType, Location, MemoryType, PointerInfo
+
+__all__ = ["CudaDriver"]
+
+_HOST_PORTABLE_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_* and CU_MEMHOSTALLOC_*: PORTABLE, DEVICEMAP
+_STREAM_NON_BLOCKING = 1
+_EVENT_DISABLE_TIMING = 2
+_INVALID_VALUE = 1
+_NOT_READY = 600
+
+
+def _missing(call: str, reason: str) -> CudaError:
+    return CudaError(
+        call,
+        "DRIVER_NOT_FOUND",
+        -1,
+        where=reason,
+        hint="install the NVIDIA driver, and egmctl with the extra: pip install 'egmctl[cuda]'",
+    )
+
+
+class CudaDriver:
+    """`Driver` over ``cuda.bindings``; initialises the driver, and raises DRIVER_NOT_FOUND (-1) where there is none."""
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise _missing("import cuda.bindings", str(error)) from error
+        self._cuda: Any = driver
+        self._success = driver.CUresult.CUDA_SUCCESS
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Any] = {}
+        self._batch_attributes: Any = None
+        try:
+            (result,) = driver.cuInit(0)
+        except RuntimeError as error:  # cuda.pathfinder's DynamicLibNotFoundError is one
+            raise _missing("cuInit", str(error)) from error
+        self._check("cuInit", result)
+
+    def _check(self, call: str, result: Any) -> None:
+        if result != self._success:
+            raise CudaError(call, getattr(result, "name", str(result)), int(result))
+
+    def _call(self, call: str, *arguments: Any) -> Any:
+        """The value of one driver call, None where it has none."""
+        function: Callable[..., tuple[Any, ...]] | None = getattr(self._cuda, call, None)
+        if function is None:
+            raise CudaError(call, "FUNCTION_NOT_FOUND", -2, hint="update cuda-bindings")
+        try:
+            result, *values = function(*arguments)
+        except RuntimeError as error:  # the bindings know the function, this driver does not
+            raise CudaError(
+                call, "FUNCTION_NOT_FOUND", -2, where=str(error), hint="update the NVIDIA driver"
+            ) from error
+        if result != self._success:
+            self._check(call, result)
+        return values[0] if len(values) == 1 else tuple(values) or None
+
+    # machine
+
+    def version(self) -> int:
+        return int(self._call("cuDriverGetVersion"))
+
+    def device_count(self) -> int:
+        return int(self._call("cuDeviceGetCount"))
+
+    def _device(self, device: int) -> Any:
+        return self._call("cuDeviceGet", device)
+
+    def device_name(self, device: int) -> str:
+        return bytes(self._call("cuDeviceGetName", 128, self._device(device))).split(b"\0")[0].decode()
+
+    def device_uuid(self, device: int) -> str:
+        return f"GPU-{uuid.UUID(bytes=bytes(self._call('cuDeviceGetUuid', self._device(device)).bytes))}"
+
+    def device_bdf(self, device: int) -> str:
+        return bytes(self._call("cuDeviceGetPCIBusId", 32, self._device(device))).split(b"\0")[0].decode().lower()
+
+    def attribute(self, device: int, attribute: int) -> int | None:
+        handle = self._device(device)
+        try:
+            number = self._cuda.CUdevice_attribute(attribute)
+        except ValueError:
+            return self._attribute_by_number(int(handle), attribute)
+        try:
+            return int(self._call("cuDeviceGetAttribute", number, handle))
+        except CudaError as error:
+            if error.number == _INVALID_VALUE:
+                return None
+            raise
+
+    def _attribute_by_number(self, handle: int, attribute: int) -> int | None:
+        """For attributes that are newer than the bindings: the library is loaded already, ask it directly."""
+        value = ctypes.c_int()
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return None
+        result = library.cuDeviceGetAttribute(ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_int(handle))
+        return value.value if result == 0 else None
+
+    def memory_info(self, device: int) -> tuple[int, int]:
+        self.use_device(device)
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def use_device(self, device: int) -> None:
+        context = self._contexts.get(device)
+        if context is None:
+            with self._lock:
+                context = self._contexts.get(device)
+                if context is None:
+                    context = self._call("cuDevicePrimaryCtxRetain", self._device(device))
+                    self._contexts[device] = context
+        self._call("cuCtxSetCurrent", context)
+
+    # virtual memory management
+
+    def _location(self, location: Location) -> Any:
+        types = self._cuda.CUmemLocationType
+        result = self._cuda.CUmemLocation()
+        if location.kind == "device":
+            result.type = types.CU_MEM_LOCATION_TYPE_DEVICE
+        else:
+            result.type = types.CU_MEM_LOCATION_TYPE_HOST_NUMA
+        result.id = location.id
+        return result
+
+    def _prop(self, prop: AllocationProp) -> Any:
+        result = self._cuda.CUmemAllocationProp()
+        result.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        result.location = self._location(prop.location)
+        result.requestedHandleTypes = self._cuda.CUmemAllocationHandleType(int(prop.handle_type))
+        if prop.gpu_direct_rdma:
+            result.allocFlags.gpuDirectRDMACapable = 1
+        return result
+
+    def granularity(self, prop: AllocationProp, recommended: bool = False) -> int:
+        options = self._cuda.CUmemAllocationGranularity_flags
+        which = (
+            options.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED if recommended else options.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        )
+        return int(self._call("cuMemGetAllocationGranularity", self._prop(prop), which))
+
+    def mem_create(self, nbytes: int, prop: AllocationProp) -> int:
+        return int(self._call("cuMemCreate", nbytes, self._prop(prop), 0))
+
+    def mem_release(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def address_reserve(self, nbytes: int, alignment: int = 0, hint: int = 0) -> int:
+        return int(self._call("cuMemAddressReserve", nbytes, alignment, hint, 0))
+
+    def address_free(self, address: int, nbytes: int) -> None:
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
+        self._call("cuMemMap", address, nbytes, offset, handle, 0)
+
+    def mem_unmap(self, address: int, nbytes: int) -> None:
+        self._call("cuMemUnmap", address, nbytes)
+
+    def set_access(self, address: int, nbytes: int, locations: Sequence[Location]) -> None:
+        descriptions = []
+        for location in locations:
+            description = self._cuda.CUmemAccessDesc()
+            description.location = self._location(location)
+            description.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            descriptions.append(description)
+        self._call("cuMemSetAccess", address, nbytes, descriptions, len(descriptions))
+
+    def _handle_type(self, kind: HandleType) -> Any:
+        return self._cuda.CUmemAllocationHandleType(int(kind))
+
+    def export_fd(self, handle: int) -> int:
+        fd = int(self._call("cuMemExportToShareableHandle", handle, self._handle_type(HandleType.POSIX_FD), 0))
+        os.set_inheritable(fd, False)
+        return fd
+
+    def export_fabric(self, handle: int) -> bytes:
+        exported = self._call("cuMemExportToShareableHandle", handle, self._handle_type(HandleType.FABRIC), 0)
+        return bytes(exported.data)
+
+    def import_fd(self, fd: int) -> int:
+        return int(self._call("cuMemImportFromShareableHandle", fd, self._handle_type(HandleType.POSIX_FD)))
+
+    def import_fabric(self, handle: bytes) -> int:
+        if len(handle) != 64:
+            raise CudaError("cuMemImportFromShareableHandle", "CUDA_ERROR_INVALID_VALUE", _INVALID_VALUE)
+        return int(self._call("cuMemImportFromShareableHandle", bytes(handle), self._handle_type(HandleType.FABRIC)))
+
+    # host memory
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        self._call("cuMemHostRegister", address, nbytes, _HOST_PORTABLE_MAPPED)
+
+    def host_unregister(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    def host_device_pointer(self, address: int) -> int:
+        return int(self._call("cuMemHostGetDevicePointer", address, 0))
+
+    def host_alloc(self, nbytes: int) -> int:
+        return int(self._call("cuMemHostAlloc", nbytes, _HOST_PORTABLE_MAPPED))
+
+    def host_free(self, address: int) -> None:
+        self._call("cuMemFreeHost", address)
+
+    # device memory and copies
+
+    def mem_alloc(self, nbytes: int) -> int:
+        return int(self._call("cuMemAlloc", nbytes))
+
+    def mem_free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def pointer_info(self, address: int) -> PointerInfo:
+        kinds = self._cuda.CUpointer_attribute
+        try:
+            kind = int(self._call("cuPointerGetAttribute", kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address))
+        except CudaError as error:
+            if error.number == _INVALID_VALUE:
+                return PointerInfo(MemoryType.UNREGISTERED)
+            raise
+        device = None
+        if kind == int(self._cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE):
+            device = int(self._call("cuPointerGetAttribute", kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
+        start = self._range(kinds.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address)
+        size = self._range(kinds.CU_POINTER_ATTRIBUTE_RANGE_SIZE, address)
+        return PointerInfo(MemoryType.HOST if device is None else MemoryType.DEVICE, device, start, size)
+
+    def _range(self, attribute: Any, address: int) -> int | None:
+        try:
+            value = self._call("cuPointerGetAttribute", attribute, address)
+        except CudaError:
+            return None
+        return int(value) if value is not None else None
+
+    def stream_create(self) -> int:
+        return int(self._call("cuStreamCreate", _STREAM_NON_BLOCKING))
+
+    def stream_destroy(self, stream: int) -> None:
+        self._call("cuStreamDestroy", stream)
+
+    def stream_synchronize(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def event_create(self, timing: bool = False) -> int:
+        return int(self._call("cuEventCreate", 0 if timing else _EVENT_DISABLE_TIMING))
+
+    def event_destroy(self, event: int) -> None:
+        self._call("cuEventDestroy", event)
+
+    def event_record(self, event: int, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def event_query(self, event: int) -> bool:
+        (result,) = self._cuda.cuEventQuery(event)
+        if int(result) == _NOT_READY:
+            return False
+        self._check("cuEventQuery", result)
+        return True
+
+    def event_synchronize(self, event: int) -> None:
+        self._call("cuEventSynchronize", event)
+
+    def event_elapsed_ms(self, start: int, end: int) -> float:
+        return float(self._call("cuEventElapsedTime", start, end))
+
+    def memcpy(self, destination: int, source: int, nbytes: int) -> None:
+        """Done when it returns, which ``cuMemcpy`` between device pointers alone does not promise."""
+        self._call("cuMemcpy", destination, source, nbytes)
+        self._call("cuStreamSynchronize", 0)
+
+    def memcpy_async(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        (result,) = self._cuda.cuMemcpyAsync(destination, source, nbytes, stream)
+        if result != self._success:
+            self._check("cuMemcpyAsync", result)
+
+    def memcpy_batch_async(
+        self, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
+    ) -> None:
+        count = len(sizes)
+        if not len(destinations) == len(sources) == count:
+            raise CudaError("cuMemcpyBatchAsync", "CUDA_ERROR_INVALID_VALUE", _INVALID_VALUE)
+        if count == 0:
+            return
+        if self._batch_attributes is None:
+            attributes = self._cuda.CUmemcpyAttributes()
+            order = self._cuda.CUmemcpySrcAccessOrder
+            attributes.srcAccessOrder = order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+            self._batch_attributes = attributes
+        pointer = self._cuda.CUdeviceptr
+        # CUDA 12's form also returns the index of the failed copy; the arguments are the same.
+        self._call(
+            "cuMemcpyBatchAsync",
+            [pointer(address) for address in destinations],
+            [pointer(address) for address in sources],
+            list(sizes),
+            count,
+            [self._batch_attributes],
+            [0],
+            1,
+            stream,
+        )
+
+    def memset(self, address: int, value: int, nbytes: int) -> None:
+        """Done when it returns."""
+        self._call("cuMemsetD8", address, value, nbytes)
+        self._call("cuStreamSynchronize", 0)
