@@ -79,7 +79,7 @@ def _take(context: Context, option: Parameter, value: Any) -> Any:
         # --json may stand behind --version, which the parser reads first.
         print(f"egmctl {__version__}")
         raise typer.Exit
-    else:
+    elif option.name is not None:
         setattr(output, option.name, value)
     return value
 

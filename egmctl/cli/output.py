@@ -69,7 +69,7 @@ class Output:
         print(printable(text), file=sys.stderr if self.json else sys.stdout)
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = ()) -> None:
-        """A table: drawn by rich on a terminal, aligned columns anywhere else. ``right`` lists right-aligned columns."""
+        """A table: drawn by rich on a terminal, aligned columns anywhere else. ``right``: columns aligned right."""
         cells = [[printable("" if cell is None else cell) for cell in row] for row in rows]
         stream = sys.stderr if self.json else sys.stdout
         if wants_colour(stream):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from egmctl.cli.output import Output
+    from egmctl.provider.progress import ProgressEvent
 
 __all__ = ["Progress"]
 
@@ -23,10 +24,9 @@ _LINE_EVERY = 5.0
 
 
 class Progress:
-    """``with Progress(output) as progress: progress.update("allocating", done, total)``, as often as one likes.
+    """``with Progress(output) as progress:``, and ``progress`` is what provider functions report to.
 
-    ``done`` and ``total`` are bytes, or a count when ``unit`` names what is counted. A change of ``stage`` ends the
-    one before. Goes to stderr; shows nothing with ``--quiet``.
+    Goes to stderr; shows nothing with ``--quiet``. An event of another stage ends the stage before it.
     """
 
     def __init__(self, output: Output) -> None:
@@ -34,10 +34,9 @@ class Progress:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._stage = ""
-        self._said = 0.0
         self._begun = 0.0
-        self._last: tuple[int, int, str] = (0, 0, "")
-        self._complete = False
+        self._said = 0.0
+        self._text = ""
 
     def __enter__(self) -> Progress:
         if not self._output.quiet and wants_colour(sys.stderr):
@@ -51,55 +50,61 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
-        """``total`` 0 means that how much there is to do is not known."""
+    def __call__(self, event: ProgressEvent) -> None:
         if self._output.quiet:
             return
         if self._bar is not None:
-            self._draw(self._bar, stage, done, total, unit)
+            self._draw(self._bar, event)
         else:
-            self._print(stage, done, total, unit)
+            self._print(event)
 
-    def say(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
-        if self._output.quiet:
-            return
-        if self._bar is not None:
-            self._bar.console.print(printable(text), markup=False, highlight=False)
-        else:
-            self._output.note(text)
-
-    def _draw(self, bar: Bar, stage: str, done: int, total: int, unit: str) -> None:
-        if stage != self._stage or self._task is None:
+    def _draw(self, bar: Bar, event: ProgressEvent) -> None:
+        if event.stage != self._stage or self._task is None:
             if self._task is not None:
                 bar.stop_task(self._task)
-            self._stage = stage
-            self._task = bar.add_task(printable(stage), total=total or None, amount="")
-        bar.update(self._task, completed=done, total=total or None, amount=_amount(done, total, unit))
+            self._stage = event.stage
+            self._task = bar.add_task("", total=None, amount="")
+        bar.update(
+            self._task,
+            description=printable(event.text or event.stage),
+            completed=event.done,
+            total=event.total or None,
+            amount=_amount(event),
+        )
 
-    def _print(self, stage: str, done: int, total: int, unit: str) -> None:
+    def _print(self, event: ProgressEvent) -> None:
         now = time.monotonic()
-        if stage != self._stage:
-            self._stage, self._begun, self._said, self._complete = stage, now, now, False
-            if not total:
-                self._output.note(stage)
-                return
-            if done < total:
-                self._output.note(f"{stage}: {_amount(0, total, unit)}")
-        if total and done >= total and not self._complete:
-            self._complete = True
-            self._output.note(f"{stage}: {_amount(total, total, unit)} in {now - self._begun:.1f} s")
-        elif now - self._said >= _LINE_EVERY and not self._complete:
-            self._said = now
-            left = (now - self._begun) * (total - done) / done if total and done else 0.0
-            estimate = f", about {left:.0f} s left" if left else ""
-            self._output.note(f"{stage}: {_amount(done, total, unit)}{estimate}")
+        if event.stage != self._stage:
+            self._stage, self._begun, self._text = event.stage, now, ""
+        text = event.text or event.stage
+        counts = event.total > 0 and event.unit != ""
+        complete = counts and event.done >= event.total
+        if not counts:
+            due = text != self._text
+        elif complete:
+            due = self._text != "complete"
+        else:
+            due = not self._text or now - self._said >= _LINE_EVERY
+        if not due:
+            return
+        self._said, self._text = now, "complete" if complete else text
+        self._output.note(f"{text}: {_amount(event)}{self._estimate(event, now)}" if counts else text)
+
+    def _estimate(self, event: ProgressEvent, now: float) -> str:
+        passed = now - self._begun
+        if event.done >= event.total:
+            return f" in {passed:.1f} s" if passed >= 0.1 else ""
+        if not event.done or event.unit == "seconds" or passed < 1:
+            return ""
+        return f", about {passed * (event.total - event.done) / event.done:.0f} s left"
 
 
-def _amount(done: int, total: int, unit: str) -> str:
-    if unit:
-        return f"{done} of {total} {unit}" if total else f"{done} {unit}"
-    return f"{format_size(done)} of {format_size(total)}" if total else (format_size(done) if done else "")
+def _amount(event: ProgressEvent) -> str:
+    if not event.unit or not event.total:
+        return ""
+    if event.unit == "bytes":
+        return f"{format_size(event.done)} of {format_size(event.total)}"
+    return f"{event.done} of {event.total} {event.unit}"
 
 
 def _bar() -> Any:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from egmctl.units import format_size
+
 if TYPE_CHECKING:
     from egmctl.cli.output import Output
     from egmctl.planning import Plan
@@ -52,14 +54,21 @@ def run(
     nothing: the result can be looked at, saved with --out and provisioned later on the machine it was made for.
     """
     from egmctl.cli.commands.topology import load
-    from egmctl.planning import load_spec, make_plan
+    from egmctl.planning import assumed_granularity, load_spec, make_plan, save_plan
 
     output: Output = context.obj
     wanted = load_spec(spec)
     machine = load(topology, sysfs_root)
-    plan = make_plan(wanted, machine, gpus=gpu or None, numa=numa, capacity=capacity)
+    plan = make_plan(
+        wanted,
+        machine,
+        gpus=gpu or None,
+        numa=numa,
+        capacity=capacity,
+        granularity=assumed_granularity(wanted.pool.memory),
+    )
     if out is not None:
-        _save(plan, out)
+        save_plan(plan, out)
         output.note(f"saved to {out}; egmctl provision {out} carries it out")
     for warning in plan.warnings:
         output.warn(warning)
@@ -72,9 +81,8 @@ def show(output: Output, plan: Plan) -> None:
     nodes = _count(len(plan.nodes), "NUMA node")
     output.line(f"{pool} in {_count(len(plan.chunks), 'chunk')} on {nodes}, over {plan.mooncake.protocol}")
     if plan.requested_bytes != plan.effective_bytes:
-        output.line(
-            f"asked for {format_size(plan.requested_bytes)}, rounded down to {format_size(plan.alignment_bytes)}"
-        )
+        unit = format_size(plan.alignment_bytes)
+        output.line(f"asked for {format_size(plan.requested_bytes)}, rounded down to a multiple of {unit}")
     output.line()
     rows = []
     for node in plan.nodes:
@@ -96,32 +104,3 @@ def show(output: Output, plan: Plan) -> None:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _save(plan: Plan, path: Path) -> None:
-    """Written beside and moved into place, so that a half-written plan is never carried out."""
-    import json
-    import os
-    import tempfile
-
-    from egmctl.errors import FailedError
-
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(plan.to_json(), file, indent=2)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(temporary, 0o666 & ~mask)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise FailedError(
-            f"cannot save the plan: {error.strerror or error}", where=str(path), hint="give another --out"
-        ) from error
