@@ -1,0 +1,222 @@
+"""What is said to the Master and what it answers, as Python types: segments, replicas, and how a put wants them.
+
+Field orders and literals are Mooncake's own (seen on the wire with 0.3.13 and 0.3.14). An answer is read by the type
+that came with it; that type may have more fields, alternatives or width than expected, but must not contradict it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from egmctl.mooncake.codec import (
+    Array,
+    CodecError,
+    Expected,
+    Map,
+    Optional,
+    Scalar,
+    Sequence,
+    Struct,
+    Type,
+    Variant,
+    decode,
+    parse_literal,
+)
+
+__all__ = [
+    "Located",
+    "Replica",
+    "ReplicateConfig",
+    "Segment",
+    "SegmentUuid",
+    "StorageConfig",
+    "Task",
+    "Uuid",
+    "new_uuid",
+    "read_answer",
+    "to_located",
+    "to_replicas",
+]
+
+Uuid: TypeAlias = tuple[int, int]
+SegmentUuid: TypeAlias = Uuid
+
+UUID: Final = bytes.fromhex("fd04048989ff")
+STRING: Final = b"\x80\x0c"
+SEGMENT: Final = b"\xfd" + UUID + bytes.fromhex("800c0404800c800c800cff")
+CONFIG: Final = bytes.fromhex("fd0404040685040b84800c800c84800c0b06800c8584800cff")
+OBJECT_META: Final = bytes.fromhex("fd800c8504ff")
+
+VOID_ANSWER: Final = bytes.fromhex("87fa01")
+BOOL_ANSWER: Final = bytes.fromhex("870b01")
+INT_ANSWER: Final = bytes.fromhex("870101")
+STRING_ANSWER: Final = bytes.fromhex("87800c01")
+PING_ANSWER: Final = bytes.fromhex("87fd0301ff01")
+CONFIG_ANSWER: Final = bytes.fromhex("87fd800c0b04ff01")
+TASKS_ANSWER: Final = bytes.fromhex("8784fdfd04048989ff01800c0302ff01")
+_REPLICA: Final = bytes.fromhex(
+    "fd0486fdfd0404800c800cfffffdfd0404800c800cfffffd800c04fffdfd04048989ff04800cfffd800c04040401ffff01ff"
+)
+REPLICAS_ANSWER: Final = b"\x87\x84" + _REPLICA + b"\x01"
+LOCATED_ANSWER: Final = b"\x87\xfd\x84" + _REPLICA + bytes.fromhex("048504ff01")
+
+_KINDS: Final = ("memory", "nof", "disk", "local-disk", "file")
+
+
+def new_uuid() -> Uuid:
+    """A fresh random id, as two unsigned 64-bit halves."""
+    return secrets.randbits(64), secrets.randbits(64)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A chunk as the Master knows it: ``base`` and ``size`` in bytes, ``te_endpoint`` where consumers ask about it."""
+
+    id: SegmentUuid
+    name: str
+    base: int
+    size: int
+    te_endpoint: str
+    protocol: str
+    host_id: str = ""
+
+    def wire(self) -> tuple[Any, ...]:
+        return self.id, self.name, self.base, self.size, self.te_endpoint, self.protocol, self.host_id
+
+
+class Replica(NamedTuple):
+    """Where one copy of an object lies. ``kind`` is "memory", "nof", "disk", "local-disk" or "file".
+
+    ``id`` is the Master's number of this copy. ``status``: 2 being written, 3 complete. ``address`` and ``protocol``
+    are 0 and "" for the kinds that have none.
+    """
+
+    id: int
+    status: int
+    kind: str
+    size: int
+    address: int
+    protocol: str
+    te_endpoint: str
+
+
+class Located(NamedTuple):
+    """Where an object lies, and for how long the Master promises not to evict it (from when it answered)."""
+
+    replicas: tuple[Replica, ...]
+    lease_ttl_ms: int
+
+
+@dataclass(frozen=True)
+class ReplicateConfig:
+    """How a put wants its replicas. ``preferred_segments`` are hints: the Master may place elsewhere and not say so."""
+
+    replica_num: int = 1
+    nof_replica_num: int = 0
+    dfs_replica_num: int = 0
+    soft_pin_action: int = 0
+    soft_pin_ttl_ms: int | None = None
+    with_hard_pin: bool = False
+    preferred_segments: tuple[str, ...] = ()
+    preferred_segment: str = ""
+    preferred_nof_segments: tuple[str, ...] = ()
+    prefer_alloc_in_same_node: bool = False
+    data_type: int = 0
+    host_id: str = ""
+    group_ids: tuple[str, ...] | None = field(default=None)
+
+    def wire(self) -> tuple[Any, ...]:
+        return (
+            self.replica_num,
+            self.nof_replica_num,
+            self.dfs_replica_num,
+            self.soft_pin_action,
+            self.soft_pin_ttl_ms,
+            self.with_hard_pin,
+            self.preferred_segments,
+            self.preferred_segment,
+            self.preferred_nof_segments,
+            self.prefer_alloc_in_same_node,
+            self.data_type,
+            self.host_id,
+            self.group_ids,
+        )
+
+
+class StorageConfig(NamedTuple):
+    fsdir: str
+    enable_disk_eviction: bool
+    quota_bytes: int
+
+
+class Task(NamedTuple):
+    """Work the Master wants a client to do. ``type``: 0 copy a replica, 1 move one; ``payload`` is JSON."""
+
+    id: Uuid
+    type: int
+    payload: str
+    created_at_ms: int
+    max_retry_attempts: int
+
+
+def _fits(wanted: Type, got: Type) -> bool:
+    """Whether values of type ``got`` can be used as ``wanted``: fields and alternatives may have been appended."""
+    if isinstance(wanted, Scalar) and isinstance(got, Scalar):
+        return (wanted.format == got.format) or (wanted.format in "iIqQbBhH" and got.format in "iIqQbBhH")
+    if type(wanted) is not type(got):
+        return False
+    if isinstance(wanted, Struct) and isinstance(got, Struct):
+        return len(wanted.members) <= len(got.members) and all(map(_fits, wanted.members, got.members))
+    if isinstance(wanted, Variant) and isinstance(got, Variant):
+        return len(wanted.alternatives) <= len(got.alternatives) and all(
+            map(_fits, wanted.alternatives, got.alternatives)
+        )
+    if isinstance(wanted, Expected) and isinstance(got, Expected):
+        return _fits(wanted.value, got.value) and _fits(wanted.error, got.error)
+    if isinstance(wanted, Optional) and isinstance(got, Optional):
+        return _fits(wanted.value, got.value)
+    if isinstance(wanted, (Sequence, Array)) and isinstance(got, (Sequence, Array)):
+        return _fits(wanted.element, got.element)
+    if isinstance(wanted, Map) and isinstance(got, Map):
+        return _fits(wanted.key, got.key) and _fits(wanted.value, got.value)
+    return wanted == got
+
+
+@lru_cache(maxsize=256)
+def _known(wanted: bytes, got: bytes) -> bool:
+    return _fits(parse_literal(wanted), parse_literal(got))
+
+
+def read_answer(call: str, wanted: bytes, body: bytes) -> Any:
+    """The value of an answer that must be of the type ``wanted`` or an extension of it. Raises `CodecError`."""
+    message = decode(body, wanted)
+    if message.literal != wanted and not _known(wanted, message.literal):
+        raise CodecError(
+            f"{call}: the Master's answer has a form that this version does not know",
+            where=message.literal.hex()[:400],
+            hint="egmctl is tested with Masters of 0.3.13 and 0.3.14",
+        )
+    return message.value
+
+
+def _to_replica(row: tuple[Any, ...]) -> Replica:
+    index, body = row[1]
+    if index < 2:
+        buffer = body[0]
+        return Replica(row[0], row[2], _KINDS[index], buffer[0], buffer[1], buffer[2], buffer[3])
+    if index == 3:
+        return Replica(row[0], row[2], "local-disk", body[1], 0, "", body[2])
+    if index in (2, 4):
+        return Replica(row[0], row[2], _KINDS[index], body[1], 0, "", "")
+    return Replica(row[0], row[2], f"unknown-{index}", 0, 0, "", "")
+
+
+def to_replicas(rows: list[tuple[Any, ...]]) -> tuple[Replica, ...]:
+    return tuple([_to_replica(row) for row in rows])
+
+
+def to_located(row: tuple[Any, ...]) -> Located:
+    return Located(tuple([_to_replica(replica) for replica in row[0]]), row[1])

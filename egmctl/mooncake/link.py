@@ -1,0 +1,452 @@
+"""One TCP connection to a Master and the answers expected on it: coro_rpc frames, matched by number.
+
+Nobody reads while nobody waits. The first thread that waits reads, for itself and for all others, and hands the
+reading on when it has its own answer: a lone call costs no change of threads. Only an answer that somebody wants to
+be told of, or that came too late for its caller, is waited for by a thread of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Final, Generic, TypeVar
+
+from egmctl.mooncake.codec import decode
+from egmctl.mooncake.errors import CodecError, MasterLost, MasterRpcError, MasterTimeout, MasterUnreachable
+
+__all__ = ["MAX_BODY", "MAX_IN_FLIGHT", "Link", "NotSent", "Reply", "function_id"]
+
+T = TypeVar("T")
+
+MAX_BODY: Final = 64 << 20  # an answer to 70,000 keys has some 8 MB
+MAX_IN_FLIGHT: Final = 4096
+_MAGIC: Final = 21
+_REQUEST: Final = struct.Struct("<BBBBIIII")
+_ANSWER: Final = struct.Struct("<BBBBIII")
+_READ: Final = 1 << 18
+
+_log = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=256)
+def function_id(function: str) -> int:
+    """coro_rpc's number of a method of the Master: the start of MD5 of its full C++ name."""
+    name = f"mooncake::WrappedMasterService::{function}".encode()
+    return int.from_bytes(hashlib.md5(name, usedforsecurity=False).digest()[:4], "big")
+
+
+class Reply(Generic[T]):
+    """The answer to one request, now or later. `result` may be asked again after a `MasterTimeout`."""
+
+    __slots__ = (
+        "_callbacks",
+        "_convert",
+        "_error",
+        "_gate",
+        "_link",
+        "_value",
+        "deadline",
+        "finished",
+        "function",
+        "seq",
+    )
+
+    def __init__(self, link: Link, function: str, seq: int, deadline: float, convert: Callable[[bytes], T]) -> None:
+        self._link = link
+        self.function = function
+        self.seq = seq
+        self.deadline = deadline
+        self._convert = convert
+        self.finished = False
+        self._value: bytes = b""
+        self._error: Exception | None = None
+        self._gate: threading.Lock | None = None
+        self._callbacks: list[Callable[[Reply[T]], None]] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Which connection it was sent on (`RpcConnection.epoch` of then)."""
+        return self._link.epoch
+
+    def done(self) -> bool:
+        """Whether `result` would answer or fail at once. Looks at the socket, does not wait."""
+        if not self.finished:
+            self._link.wait(self, time.monotonic())
+        return self.finished
+
+    def result(self, timeout: float | None = None) -> T:
+        """The answer, waiting up to ``timeout`` seconds from now (None: until the deadline given when it was sent).
+
+        Raises `MasterTimeout` (not answered yet), `MasterLost` (never will be), `MasterRpcError`, `CodecError`, and
+        what the call's own conversion raises (`MasterRefused`).
+        """
+        if not self.finished:
+            deadline = self.deadline if timeout is None else time.monotonic() + timeout
+            if not self._link.wait(self, deadline):
+                self._link.watch()
+                raise MasterTimeout(
+                    f"{self.function}: no answer in time; the request may still take effect",
+                    reply=self,
+                    where=self._link.where,
+                    hint="check that the Master runs and is not overloaded",
+                    facts={"call": self.function},
+                )
+        if self._error is not None:
+            if isinstance(self._error, MasterLost):
+                raise MasterLost(
+                    f"{self.function}: {self._error.message}; the request may have taken effect",
+                    reply=self,
+                    where=self._link.where,
+                    hint="check that the Master runs, then ask it for the state",
+                    facts={"call": self.function},
+                )
+            raise self._error
+        return self._convert(self._value)
+
+    def add_done_callback(self, callback: Callable[[Reply[T]], None]) -> None:
+        """Call ``callback(self)`` once it is finished, however late, in the thread that read it (now, if it is)."""
+        with self._link.lock:
+            if not self.finished:
+                if self._callbacks is None:
+                    self._callbacks = []
+                self._callbacks.append(callback)
+                callback = None  # type: ignore[assignment]
+        if callback is not None:
+            callback(self)
+        else:
+            self._link.watch()
+
+
+class NotSent(Exception):
+    """The connection was gone before the request was handed over whole."""
+
+
+class Link:
+    """One TCP connection, from connect to its end. ``lock`` guards everything but the two directions themselves."""
+
+    def __init__(self, sock: socket.socket, where: str, epoch: int) -> None:
+        self.sock = sock
+        self.where = where
+        self.epoch = epoch
+        self.lock = threading.Lock()
+        self.sending = threading.Lock()
+        self.pending: dict[int, Reply[Any]] = {}
+        self.followers: list[threading.Lock] = []
+        self.reading = False
+        self.watcher = False
+        self.dead: str | None = None
+        self.closed = False
+        self.next_seq = 0
+        self.buffer = bytearray()
+        self.fd = sock.fileno()
+        self.input = select.poll()
+        self.input.register(self.fd, select.POLLIN)
+
+    # -- sending
+
+    def send(self, function: str, body: bytes, deadline: float, convert: Callable[[bytes], T]) -> Reply[T]:
+        with self.lock:
+            if self.dead is not None:
+                raise NotSent(self.dead)
+            if len(self.pending) >= MAX_IN_FLIGHT:
+                raise MasterUnreachable(
+                    f"{function}: {MAX_IN_FLIGHT} requests wait for an answer; this one was not sent", where=self.where
+                )
+            seq = self.next_seq = (self.next_seq + 1) & 0xFFFFFFFF
+            reply = Reply(self, function, seq, deadline, convert)
+            self.pending[seq] = reply
+        frame = _REQUEST.pack(_MAGIC, 0, 0, 0, seq, function_id(function), len(body), 0) + body
+        sent = 0
+        # Another thread may be stuck in a long send: waiting for it counts against the deadline too.
+        if self.sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                if self.dead is None:
+                    sent = self._push(frame, deadline)
+            except OSError as error:
+                self.fail(_reason(error))
+            except BaseException:
+                self.fail("sending was interrupted")
+                raise
+            finally:
+                self.sending.release()
+                self._tidy()
+        if sent == len(frame):
+            return reply
+        if sent:
+            self.fail("a request was cut short")  # the stream is out of step: nothing more can be said on it
+        with self.lock:
+            self.pending.pop(seq, None)
+        if self.dead is not None:
+            raise NotSent(self.dead)  # a request of which a part is missing is never carried out
+        raise MasterUnreachable(
+            f"{function}: the Master took too long to accept the request; it was not handed over",
+            where=self.where,
+            hint="check that the Master runs and is not overloaded",
+        )
+
+    def _push(self, frame: bytes, deadline: float) -> int:
+        """Hand the frame to the kernel; how much of it went."""
+        try:
+            sent = self.sock.send(frame)
+        except BlockingIOError:
+            sent = 0
+        if sent == len(frame):
+            return sent
+        view = memoryview(frame)
+        output = select.poll()
+        output.register(self.fd, select.POLLOUT)
+        while sent < len(frame) and time.monotonic() < deadline and self.dead is None:
+            # The Master may be stuck writing answers that nobody reads, and so not read us: read them meanwhile.
+            if self._take_reading():
+                try:
+                    self._read_some(0.0)
+                finally:
+                    self._leave_reading()
+            output.poll(20)
+            try:
+                sent += self.sock.send(view[sent:])
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                self.fail(_reason(error))
+        return sent
+
+    # -- reading
+
+    def wait(self, reply: Reply[Any], deadline: float) -> bool:
+        """Until the reply is finished (True) or the deadline has passed, reading for everybody if nobody does."""
+        while not reply.finished:
+            gate = None
+            with self.lock:
+                if reply.finished:
+                    break
+                if self.reading:
+                    gate = threading.Lock()
+                    gate.acquire()
+                    reply._gate = gate
+                    self.followers.append(gate)
+                else:
+                    self.reading = True
+            left = deadline - time.monotonic()
+            if gate is not None:
+                woken = gate.acquire(timeout=max(0.0, left))
+                with self.lock:
+                    reply._gate = None
+                    if gate in self.followers:
+                        self.followers.remove(gate)
+                    elif not reply.finished and not woken:
+                        woken = True  # picked as the next reader at the last moment: somebody has to take it over
+                if not woken and not reply.finished:
+                    return False
+                if not reply.finished and deadline <= time.monotonic():
+                    self._wake_follower()
+                    return False
+                continue
+            try:
+                self._read_some(max(0.0, left), reply)
+                while not reply.finished and (left := deadline - time.monotonic()) > 0:
+                    self._read_some(left, reply)
+            finally:
+                self._leave_reading()
+            if not reply.finished:
+                return False
+        return True
+
+    def watch(self) -> None:
+        """Have a thread wait for answers that nobody waits for, until there are none outstanding."""
+        with self.lock:
+            if self.watcher or self.dead is not None or not self.pending:
+                return
+            self.watcher = True
+        threading.Thread(target=self._watch, name=f"egmctl-rpc-{self.epoch}", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            gate = None
+            with self.lock:
+                if self.dead is not None or not self.pending:
+                    self.watcher = False
+                    return
+                if self.reading:
+                    gate = threading.Lock()
+                    gate.acquire()
+                    self.followers.append(gate)
+                else:
+                    self.reading = True
+            if gate is not None:
+                gate.acquire()
+                continue
+            try:
+                self._read_some(60.0)
+            finally:
+                self._leave_reading()
+
+    def _take_reading(self) -> bool:
+        with self.lock:
+            if self.reading or self.dead is not None:
+                return False
+            self.reading = True
+            return True
+
+    def _leave_reading(self) -> None:
+        with self.lock:
+            self.reading = False
+        self._wake_follower()
+        self._tidy()
+
+    def _wake_follower(self) -> None:
+        with self.lock:
+            if self.followers and not self.reading:
+                self.followers.pop(0).release()
+
+    def _read_some(self, timeout: float, reply: Reply[Any] | None = None) -> None:
+        """Wait for bytes up to ``timeout`` seconds, and finish what they answer. Only for whoever holds ``reading``."""
+        if self.dead is not None:
+            return
+        try:
+            if not self.input.poll(timeout * 1000):
+                return
+            data = self.sock.recv(_READ)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(_reason(error))
+            return
+        except BaseException:
+            self.fail("reading was interrupted")  # bytes may be lost: the stream cannot be read on
+            raise
+        if not data:
+            self.fail("the Master closed the connection")
+            return
+        try:
+            self._take(data)
+        except CodecError as error:
+            self.fail(error.message)
+
+    def _take(self, data: bytes) -> None:
+        source: bytes | bytearray = data
+        if self.buffer:
+            self.buffer += data
+            source = self.buffer
+        at, total = 0, len(source)
+        while total - at >= 16:
+            magic, _version, err, _kind, seq, length, attachment = _ANSWER.unpack_from(source, at)
+            if magic != _MAGIC:
+                raise CodecError(f"this is no Mooncake Master: an answer begins with 0x{magic:02x}")
+            if length > MAX_BODY or attachment > MAX_BODY:
+                raise CodecError(f"an answer of {length} and {attachment} bytes is more than {MAX_BODY}")
+            stop = at + 16 + length
+            if stop + attachment > total:
+                break
+            self._finish(seq, err, bytes(source[at + 16 : stop]))
+            at = stop + attachment
+        if source is data:
+            self.buffer += data[at:]
+        elif at:
+            del self.buffer[:at]
+
+    def _finish(self, seq: int, err: int, body: bytes) -> None:
+        with self.lock:
+            reply = self.pending.pop(seq, None)
+            if reply is None:
+                return
+            if err:
+                reply._error = _rpc_error(reply.function, err, body, self.where)
+            else:
+                reply._value = body
+            self._settle(reply)
+        self._tell(reply)
+
+    def _settle(self, reply: Reply[Any]) -> None:
+        """Mark finished and wake its caller; under the lock."""
+        reply.finished = True
+        gate = reply._gate
+        if gate is not None and gate in self.followers:
+            self.followers.remove(gate)
+            gate.release()
+
+    def _tell(self, reply: Reply[Any]) -> None:
+        for callback in reply._callbacks or ():
+            try:
+                callback(reply)
+            except Exception:
+                _log.exception("what was to be done on a late answer of %s failed", reply.function)
+
+    # -- the end
+
+    def fail(self, reason: str) -> None:
+        """The connection is over: every request on it is lost. Safe to call from anywhere, more than once."""
+        with self.lock:
+            if self.dead is not None:
+                return
+            self.dead = reason
+            lost = list(self.pending.values())
+            self.pending.clear()
+            for reply in lost:
+                reply._error = MasterLost(reason)
+                self._settle(reply)
+            for gate in self.followers:
+                gate.release()
+            self.followers.clear()
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever polls it
+        except OSError:
+            pass
+        self._tidy()
+        for reply in lost:
+            self._tell(reply)
+
+    def _tidy(self) -> None:
+        """Close the descriptor once it is dead and no thread is in a call on it (its number would be reused)."""
+        if self.dead is None:
+            return
+        with self.lock:
+            if self.closed or self.reading or not self.sending.acquire(blocking=False):
+                return
+            self.closed = True
+            self.sending.release()
+        self.sock.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: let go of the parent's connection without ending it, and of its locks."""
+        self.lock, self.sending = threading.Lock(), threading.Lock()
+        self.followers.clear()
+        self.reading = self.watcher = False
+        self.dead = "it belongs to the parent process"
+        for reply in self.pending.values():
+            reply._error = MasterLost(self.dead)
+            reply.finished = True
+        self.pending.clear()
+        if not self.closed:
+            self.closed = True
+            self.sock.close()
+
+    def alive(self) -> bool:
+        """Whether the peer has not closed, without waiting. Unread answers do not hide an end behind them."""
+        with self.lock:
+            if self.dead is not None:
+                return False
+            look = select.poll()
+            look.register(self.fd, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+            return not look.poll(0)
+
+
+def _reason(error: OSError) -> str:
+    return f"the connection broke: {error.strerror or error}"
+
+
+def _rpc_error(function: str, number: int, body: bytes, where: str) -> MasterRpcError:
+    try:
+        text = decode(body).value
+    except CodecError:
+        text = ""
+    text = text if isinstance(text, str) else ""
+    printable = "".join(c if c.isprintable() else "?" for c in text[:300])
+    return MasterRpcError(function, number, printable, where=where)
