@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from egmctl.topology.lists import read_text
 from egmctl.topology.nvml import FabricInfo
@@ -26,7 +27,7 @@ NO_CLUSTER = "00000000-0000-0000-0000-000000000000"
 class Finding:
     """One thing wrong or in doubt: ``status`` is ``fail``, ``warn`` or ``unknown``; ``gpu`` its BDF, "" for all."""
 
-    status: str
+    status: Literal["fail", "warn", "unknown"]
     gpu: str
     observed: str
     expected: str
