@@ -1,15 +1,76 @@
-"""``python -m egmctl.memory.probe KIND NODE``: one granule through its whole life, and one line of JSON about it.
+"""One granule through its whole life, in a child process that may not survive: some drivers end the process (not the
+call) when asked for memory on a node without CPUs.
 
-It runs in a child of `egmctl.memory.preflight.probe`, because it may not survive.
+The child is ``python -m egmctl.memory.probe KIND NODE``, which prints one line of JSON.
 """
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
-from typing import Any
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
 
-__all__ = ["main"]
+from egmctl.memory.base import MemoryKind
+from egmctl.steps import step
+
+__all__ = ["PROBE_SECONDS", "Outcome", "ProbeResult", "main", "probe"]
+
+Outcome = Literal["ok", "not-permitted", "not-supported", "out-of-memory", "no-driver", "failed", "crashed", "timeout"]
+
+PROBE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """How one granule fared on one node: created, mapped, touched by the CPU, exported, released."""
+
+    kind: str
+    numa_node: int
+    outcome: Outcome
+    detail: str = ""
+    call: str = ""
+    name: str = ""
+    number: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == "ok"
+
+
+def probe(kind: MemoryKind, numa_node: int, *, timeout: float = PROBE_SECONDS) -> ProbeResult:
+    """Try one granule in a child process; whatever becomes of the child is the result."""
+    command = [sys.executable, "-m", "egmctl.memory.probe", kind, str(numa_node)]
+    began = time.monotonic()
+    try:
+        with step("memory.probe.run", numa_node=numa_node):
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False, close_fds=True
+            )
+    except subprocess.TimeoutExpired:
+        return ProbeResult(kind, numa_node, "timeout", f"no answer within {timeout:g} s", seconds=timeout)
+    except OSError as error:
+        return ProbeResult(kind, numa_node, "failed", f"the probe could not be started: {error.strerror}")
+    seconds = time.monotonic() - began
+    if done.returncode < 0:
+        number = -done.returncode
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = f"signal {number}"
+        return ProbeResult(kind, numa_node, "crashed", f"the driver ended the process: {name}", seconds=seconds)
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return ProbeResult(**{**answer, "seconds": seconds})
+    except (ValueError, TypeError):
+        tail = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        text = f"the probe exited with {done.returncode}: {''.join(tail)[:200]}"
+        return ProbeResult(kind, numa_node, "failed", text, seconds=seconds)
+
 
 _OUTCOMES = {-1: "no-driver", 2: "out-of-memory", 100: "no-driver", 101: "not-supported", 800: "not-permitted"}
 _OUTCOMES[801] = "not-supported"
