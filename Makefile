@@ -52,7 +52,7 @@ unit: $(READY) $(MASTER)
 
 ## make bench    direct copies beside the stock TCP path, on a pool of this machine
 bench: $(READY) $(MASTER)
-	$(BIN)/egmctl demo --bench
+	$(BIN)/egmctl demo
 
 ## make man      write the manual pages again from the commands
 man: $(READY)

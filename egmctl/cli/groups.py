@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from egmctl.cli.output import Output
 
-__all__ = ["COMMANDS", "command_tree"]
+__all__ = ["COMMANDS", "EXAMPLES", "SUMMARY", "command_tree"]
 
 COMMANDS = {
     "topology": "Show this machine's NUMA nodes and GPUs, or save them.",
@@ -35,10 +35,10 @@ COMMANDS = {
 }
 """Every command and what it is for: the root's help is written from this, so that it imports none of them."""
 
-_SUMMARY = """
+SUMMARY = """
 Lend the CPU DRAM of GPU hosts to a Mooncake Store pool that GPUs read and write directly.
 """
-_EXAMPLES = """
+EXAMPLES = """
 egmctl plan plans/dev-shm.toml          what a pool would be on this machine
 egmctl provision plans/dev-shm.toml     allocate it
 egmctl mount dev                        publish it at the Mooncake Master
@@ -172,12 +172,12 @@ class Root(TyperGroup, _Help):
 
     def format_epilog(self, ctx: Context, formatter: HelpFormatter) -> None:
         _write_literal(formatter, "Exit status", _EXITS)
-        _write_literal(formatter, "Examples", _EXAMPLES)
+        _write_literal(formatter, "Examples", EXAMPLES)
 
 
 def command_tree() -> Root:
     """The root of the command tree; call it with an `Output` as the context's object."""
-    root = Root(name="egmctl", help=_SUMMARY, rich_markup_mode=None, options_metavar="[OPTIONS]")
+    root = Root(name="egmctl", help=SUMMARY, rich_markup_mode=None, options_metavar="[OPTIONS]")
     root.shared = _globals()
     root.params = list(root.shared)
     return root

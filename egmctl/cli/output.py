@@ -61,8 +61,9 @@ class Output:
         else:
             show()
 
-    def document(self, document: Mapping[str, Any]) -> None:
-        print(json.dumps(document, indent=2), file=sys.stdout)
+    def document(self, document: Mapping[str, Any], *, compact: bool = False) -> None:
+        """One JSON document on stdout; ``compact`` on one line."""
+        print(json.dumps(document, indent=None if compact else 2), file=sys.stdout)
 
     def line(self, text: str = "") -> None:
         """A line of the result, for a person."""

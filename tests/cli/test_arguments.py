@@ -101,7 +101,7 @@ def test_wrong_usage_exits_2_in_three_parts_and_as_a_document(
     assert result.stderr.startswith("egmctl: error: ")
     assert says in result.stderr
     assert "  do: see egmctl" in result.stderr
-    document = egmctl(*arguments, "--json").document
+    document = egmctl("--json", *arguments).document
     assert (document["schema"], document["code"], document["exit"]) == ("egmctl/error/1", "usage", 2)
     assert document["message"]
     assert document["hint"]

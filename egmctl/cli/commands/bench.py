@@ -1,5 +1,98 @@
-EXAMPLES = "egmctl bench"
+"""``egmctl bench``: how fast a pool is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from egmctl.errors import UsageError
+from egmctl.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from egmctl.cli.output import Output
+
+__all__ = ["EXAMPLES", "run"]
+
+EXAMPLES = """
+egmctl bench dev
+egmctl bench dev --op get --block 64KiB,1MiB,8MiB
+egmctl bench dev --json > today.json; egmctl bench dev --baseline today.json
+"""
+
+OPERATIONS = ("put", "get")
 
 
-def run() -> None:
-    """x"""
+def run(
+    context: typer.Context,
+    pool: Annotated[str, typer.Argument(metavar="POOL", help="A mounted pool.")],
+    op: Annotated[
+        list[str] | None, typer.Option("--op", metavar="OP", help="put or get; may be given again.  [default: both]")
+    ] = None,
+    block: Annotated[
+        list[str] | None,
+        typer.Option("--block", metavar="SIZES", help="Block sizes with commas between them, such as 4KiB,1MiB."),
+    ] = None,
+    path: Annotated[
+        list[str] | None,
+        typer.Option("--path", metavar="PATH", help="direct or stock; may be given again.  [default: both]"),
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline", metavar="FILE", help="Compare with this run, saved with --json.")
+    ] = None,
+) -> None:
+    """Measure a pool: direct copies beside the stock TCP path.
+
+    Each operation runs over each path with the same objects in the same run; warm-up is left out and reported as
+    first use. Latencies are percentiles of single operations; the environment is part of the result.
+    """
+    operations = _words(op) or list(OPERATIONS)
+    for word in operations:
+        if word not in OPERATIONS:
+            raise UsageError(f"--op {word!r} is unknown", where="egmctl bench", hint=" or ".join(OPERATIONS))
+    blocks = [parse_size(word, name="--block") for word in _words(block)]
+    if 0 in blocks:
+        raise UsageError("--block 0 measures nothing", where="egmctl bench", hint="give sizes above zero")
+    from egmctl.bench import run_bench
+    from egmctl.cli.progress import Progress
+
+    output: Output = context.obj
+    with Progress(output) as progress:
+        document = run_bench(
+            pool,
+            output.paths,
+            operations=operations,
+            blocks=blocks,
+            routes=_words(path),
+            baseline=baseline,
+            progress=progress,
+        )
+    output.emit("bench", document, lambda: _show(output, document["results"]))
+
+
+def _words(values: Sequence[str] | None) -> list[str]:
+    return [word.strip() for value in values or () for word in value.split(",")]
+
+
+def _show(output: Output, results: Sequence[Mapping[str, Any]]) -> None:
+    output.table(
+        ("operation", "path", "block", "blocks", "GB/s p50", "us p50", "us p99", "us max", "errors"),
+        [
+            (
+                result["operation"],
+                result["path"],
+                format_size(result["block_bytes"]),
+                result["blocks"],
+                f"{result['gbps']['p50']:.2f}",
+                f"{result['latency_us']['p50']:.0f}",
+                f"{result['latency_us']['p99']:.0f}",
+                f"{result['latency_us']['max']:.0f}",
+                result["errors"],
+            )
+            for result in results
+        ],
+        right=range(2, 9),
+    )

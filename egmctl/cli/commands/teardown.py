@@ -1,5 +1,104 @@
-EXAMPLES = "egmctl teardown"
+"""``egmctl teardown``: unmount and release, again until it is clean."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from egmctl.errors import EgmError, UsageError
+
+if TYPE_CHECKING:
+    from egmctl.cli.output import Output
+
+__all__ = ["EXAMPLES", "run"]
+
+EXAMPLES = """
+egmctl teardown dev
+egmctl teardown dev --grace 60      objects stay readable for a minute
+egmctl teardown --all --now
+egmctl teardown dev --abandon       give up on a Master that will never answer again
+"""
 
 
-def run() -> None:
-    """x"""
+def run(
+    context: typer.Context,
+    pool: Annotated[str, typer.Argument(metavar="[POOL]", help="The pool.", show_default=False)] = "",
+    every: Annotated[bool, typer.Option("--all", help="Every pool of this state dir.")] = False,
+    grace: Annotated[
+        float | None,
+        typer.Option("--grace", metavar="SECONDS", help="How long objects stay readable.  [default: 10]"),
+    ] = None,
+    now: Annotated[bool, typer.Option("--now", help="Without a grace period.")] = False,
+    abandon: Annotated[
+        bool, typer.Option("--abandon", help="Release the memory although a Master may still list it.")
+    ] = False,
+) -> int:
+    """Unmount a pool and give its memory back.
+
+    Undoes mount and provision in reverse order, gracefully unless told otherwise. Memory that a Master may still name
+    is kept: the pool is then cleanup-pending (exit 4) and the same command resumes later. It also cleans up after an
+    agent that died, from the ledger alone. A pool that is gone already is success.
+    """
+    if bool(pool) == every:
+        raise UsageError("name one pool, or give --all", where="egmctl teardown", hint="egmctl status lists them")
+    if now and grace is not None:
+        raise UsageError("--now and --grace exclude each other", where="egmctl teardown", hint="give one of them")
+    if grace is not None and not (math.isfinite(grace) and 0 <= grace <= 86400):
+        raise UsageError(f"--grace {grace} is no number of seconds", where="egmctl teardown", hint="0 to 86400")
+    output: Output = context.obj
+    seconds = 0.0 if now else 10.0 if grace is None else grace
+    if pool:
+        row = _one(output, pool, seconds, now, abandon)
+        output.emit("teardown", {"pools": [row]}, lambda: _say(output, row))
+        return 0
+    return _every(output, seconds, now, abandon)
+
+
+def _one(output: Output, pool: str, grace: float, now: bool, abandon: bool) -> dict[str, Any]:
+    from egmctl.cli.interrupts import Interrupts
+    from egmctl.cli.progress import Progress
+    from egmctl.provider import teardown_pool
+
+    with Interrupts(output, "stopping; what is undone stays undone") as interrupts, Progress(output) as progress:
+        return teardown_pool(
+            pool,
+            output.paths,
+            grace=grace,
+            now=now,
+            abandon=abandon,
+            progress=progress,
+            cancelled=interrupts.asked,
+        )
+
+
+def _every(output: Output, grace: float, now: bool, abandon: bool) -> int:
+    """Each in turn, whatever happens to the others; the exit code is the highest one."""
+    from egmctl.provider import pool_status
+
+    rows: list[dict[str, Any]] = []
+    worst = 0
+    for known in pool_status(output.paths):
+        try:
+            rows.append(_one(output, known["name"], grace, now, abandon))
+        except EgmError as error:
+            output.error(error)
+            rows.append({"name": known["name"], "error": error.document()})
+            worst = max(worst, error.exit_code)
+
+    def show() -> None:
+        for row in rows:
+            _say(output, row)
+        if not rows:
+            output.line("no pools on this host")
+
+    output.emit("teardown", {"pools": rows}, show)
+    return worst
+
+
+def _say(output: Output, row: dict[str, Any]) -> None:
+    if "error" not in row:
+        output.line(f"{row['name']}: {row['state']}")
+        for note in row.get("notes", ()):
+            output.line(f"  {note}")
