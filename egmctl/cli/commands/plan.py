@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from egmctl.errors import UsageError
 from egmctl.units import format_size
 
 if TYPE_CHECKING:
@@ -54,10 +55,14 @@ def run(
     nothing: the result can be looked at, saved with --out and provisioned later on the machine it was made for.
     """
     from egmctl.cli.commands.topology import load
-    from egmctl.planning import assumed_granularity, load_spec, make_plan, save_plan
+    from egmctl.planning import Plan, assumed_granularity, load_document, make_plan, save_plan
 
     output: Output = context.obj
-    wanted = load_spec(spec)
+    wanted = load_document(spec)
+    if isinstance(wanted, Plan):
+        raise UsageError(
+            "this is a plan already, not a spec", where=str(spec), hint=f"egmctl provision {spec} carries it out"
+        )
     machine = load(topology, sysfs_root)
     plan = make_plan(
         wanted,
