@@ -144,7 +144,8 @@ class Link:
         self.dead: str | None = None
         self.closed = False
         self.next_seq = 0
-        self.buffer = bytearray()
+        self.scratch = bytearray(_READ)  # kept: a fresh buffer for each read costs more than the read
+        self.rest = bytearray()
         self.fd = sock.fileno()
         self.input = select.poll()
         self.input.register(self.fd, select.POLLIN)
@@ -313,7 +314,7 @@ class Link:
         try:
             if not self.input.poll(timeout * 1000):
                 return
-            data = self.sock.recv(_READ)
+            count = self.sock.recv_into(self.scratch)
         except BlockingIOError:
             return
         except OSError as error:
@@ -322,20 +323,22 @@ class Link:
         except BaseException:
             self.fail("reading was interrupted")  # bytes may be lost: the stream cannot be read on
             raise
-        if not data:
+        if not count:
             self.fail("the Master closed the connection")
             return
         try:
-            self._take(data)
+            self._take(count)
         except CodecError as error:
             self.fail(error.message)
 
-    def _take(self, data: bytes) -> None:
-        source: bytes | bytearray = data
-        if self.buffer:
-            self.buffer += data
-            source = self.buffer
-        at, total = 0, len(source)
+    def _take(self, count: int) -> None:
+        """Finish every request whose answer is whole now; ``count`` new bytes are in ``scratch``."""
+        # Nearly always these are whole answers and can be cut from where they are.
+        source = self.scratch
+        at, total = 0, count
+        if self.rest:
+            self.rest += memoryview(source)[:count]
+            source, total = self.rest, len(self.rest)
         while total - at >= 16:
             magic, _version, err, _kind, seq, length, attachment = _ANSWER.unpack_from(source, at)
             if magic != _MAGIC:
@@ -345,12 +348,12 @@ class Link:
             stop = at + 16 + length
             if stop + attachment > total:
                 break
-            self._finish(seq, err, bytes(source[at + 16 : stop]))
+            self._finish(seq, err, bytes(memoryview(source)[at + 16 : stop]))
             at = stop + attachment
-        if source is data:
-            self.buffer += data[at:]
-        elif at:
-            del self.buffer[:at]
+        if source is self.rest:
+            del self.rest[:at]
+        elif at < total:
+            self.rest += memoryview(source)[at:total]
 
     def _finish(self, seq: int, err: int, body: bytes) -> None:
         with self.lock:
