@@ -1,0 +1,169 @@
+"""What reads and writes have in common: the parts they work with, where bytes go, and how long they try."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from egmctl.consumer.bindings import Bindings
+from egmctl.consumer.buffers import Buffer
+from egmctl.consumer.errors import InvalidBuffer, InvalidRequest
+from egmctl.consumer.flow import Throttle
+from egmctl.consumer.host_copy import Completion, Copier, Done, Fragment, Group
+from egmctl.consumer.mappings import MappingCache
+from egmctl.consumer.master_link import MasterLink
+from egmctl.consumer.pins import Pins, Target
+
+__all__ = ["Backoff", "Engine", "Part", "Routes", "Timing", "split_batch"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. ``retry`` is how long a get or put is tried again when its provider, the Master or the object's place
+    changed; ``no_space`` how long the Master's "no space" is taken for a passing one, while it evicts.
+
+    ``put_deadline`` counts from before the request for space. A later put is not published. It has to stay below the
+    Master's discard time (30 s) and below the lease time (10 s), after which a pool offers its memory to a Master that
+    was started anew.
+    """
+
+    retry: float = 3.0
+    no_space: float = 2.0
+    put_deadline: float = 8.0
+    request: float = 5.0
+    bind: float = 5.0
+    remote_check: float = 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """``nbytes`` of an object from ``offset``, in a registered buffer at ``address``."""
+
+    offset: int
+    address: int
+    nbytes: int
+    buffer: Buffer
+
+
+class Routes:
+    """Collects fragments by what copies them: the CPU (None) or the engines of a GPU."""
+
+    def __init__(self, devices: bool) -> None:
+        self._devices = devices
+        self._by_route: dict[int | None, list[Fragment]] = {}
+
+    def add(self, target: Target, part: Part, *, write: bool) -> None:
+        """Raises `InvalidBuffer` when nothing copies between this buffer and this memory."""
+        device = part.buffer.device if self._devices else None
+        pool = target.address if device is None else target.device_address
+        if pool is None:
+            raise InvalidBuffer(
+                f"{part.buffer.kind} memory cannot be copied to or from the memory of another host",
+                where=f"buffer {part.address:#x}",
+                hint="use pinned host memory or GPU memory, with devices=[...] given when connecting",
+            )
+        pool += part.offset
+        fragment = (pool, part.address, part.nbytes) if write else (part.address, pool, part.nbytes)
+        self._by_route.setdefault(device, []).append(fragment)
+
+    def __iter__(self) -> Iterator[tuple[int | None, list[Fragment]]]:
+        return iter(self._by_route.items())
+
+
+@dataclass
+class Backoff:
+    """Waits between attempts: from 50 ms, doubling up to half a second, never beyond the deadline."""
+
+    seconds: float
+    started: float = field(default_factory=time.monotonic)
+    next: float = 0.05
+
+    def sleep(self) -> bool:
+        """False when the time is up."""
+        left = self.started + self.seconds - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(self.next, left))
+        self.next = min(self.next * 2, 0.5)
+        return True
+
+
+class Engine:
+    """The parts of one store that every operation uses."""
+
+    def __init__(
+        self,
+        master: MasterLink,
+        bindings: Bindings,
+        mappings: MappingCache,
+        host_copier: Copier,
+        device_copier: Copier | None,
+        throttle: Throttle,
+        timing: Timing,
+    ) -> None:
+        self.master = master
+        self.bindings = bindings
+        self.mappings = mappings
+        self.host_copier = host_copier
+        self.device_copier = device_copier
+        self.throttle = throttle
+        self.timing = timing
+
+    def pins(self) -> Pins:
+        return Pins(self.bindings, self.mappings)
+
+    def routes(self) -> Routes:
+        return Routes(self.device_copier is not None)
+
+    def copy(self, routes: Routes, stream: int | None, before: Callable[[], None] | None = None) -> Completion:
+        """Start copying; ``before`` may stop it ahead of each piece by raising."""
+        started: list[Completion] = []
+        try:
+            for device, fragments in routes:
+                copier = self.host_copier if device is None or self.device_copier is None else self.device_copier
+                started.append(self.throttle.copy(copier, fragments, device=device, stream=stream, before=before))
+        except BaseException:
+            settle(started)
+            raise
+        if not started:
+            return Done()
+        return started[0] if len(started) == 1 else Group(started)
+
+
+def settle(completions: Sequence[Completion]) -> None:
+    """Wait until none of them runs, whatever they end with."""
+    try:
+        Group(completions).wait(None)
+    except Exception:  # noqa: S110 - the caller is already on its way out with an error
+        pass
+
+
+def split_batch(count: int) -> list[slice]:
+    """Pieces of a batch: a short one first, so that copying begins soon, and short ones last, so that little is left
+    to be asked when the last copy ends."""
+    if count <= 16:
+        return [slice(0, count)]
+    sizes: list[int] = []
+    left = count
+    size = 8
+    while left > 0:
+        take = min(size, left)
+        if take < left <= 64:
+            take = max(8, left // 2)
+        sizes.append(take)
+        left -= take
+        size = min(size * 2, 256)
+    pieces = []
+    start = 0
+    for size in sizes:
+        pieces.append(slice(start, start + size))
+        start += size
+    return pieces
+
+
+def check_batch(keys: Sequence[str], *others: Sequence[object]) -> None:
+    """Raises `InvalidRequest` for lists of unequal length."""
+    lengths = {len(keys), *map(len, others)}
+    if len(lengths) > 1:
+        raise InvalidRequest(f"the lists of a batch have different lengths: {sorted(lengths)}")

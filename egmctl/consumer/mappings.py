@@ -1,0 +1,188 @@
+"""The cache of imported chunks: one import for any number of transfers, bounded, and safe to use from many threads.
+
+A mapping is keyed by the identity of the allocation it was made from (whatever the caller puts into the key), never
+by an address alone. An idle import still pins the provider's DRAM, so idle ones beyond the bounds are closed, the
+least recently used first, and those of an allocation that is withdrawn are closed as soon as nobody copies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+
+from egmctl.consumer.errors import StoreClosed
+from egmctl.errors import EgmError
+from egmctl.memory.base import Mapping
+
+__all__ = ["Lease", "MappingCache"]
+
+
+class _Entry:
+    __slots__ = ("doomed", "future", "key", "nbytes", "users")
+
+    def __init__(self, key: Hashable, nbytes: int) -> None:
+        self.key = key
+        self.nbytes = nbytes
+        self.users = 1
+        self.doomed = False
+        self.future: Future[Mapping] = Future()
+
+
+class Lease:
+    """The right to use a mapping until `release`; meanwhile it is not unmapped, whatever happens to its provider."""
+
+    __slots__ = ("_cache", "_entry", "mapping")
+
+    def __init__(self, cache: MappingCache, entry: _Entry, mapping: Mapping) -> None:
+        self._cache: MappingCache | None = cache
+        self._entry = entry
+        self.mapping = mapping
+
+    def release(self) -> None:
+        """Twice is once."""
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            cache._release(self._entry)
+
+
+class MappingCache:
+    """At most ``max_bytes`` and ``max_count`` (0: any) mapped; only mappings in use may exceed that, while in use."""
+
+    def __init__(self, *, max_bytes: int = 0, max_count: int = 0) -> None:
+        self._max_bytes = max_bytes
+        self._max_count = max_count
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._doomed: set[_Entry] = set()
+        self._unclosed: list[Mapping] = []
+        self._bytes = 0
+        self._imports = 0
+        self._closed = False
+
+    @property
+    def count(self) -> int:
+        """Mappings that exist, those that are to go as soon as they are idle included."""
+        with self._lock:
+            return len(self._entries) + len(self._doomed)
+
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            return self._bytes
+
+    @property
+    def imports(self) -> int:
+        """Imports made so far."""
+        with self._lock:
+            return self._imports
+
+    def acquire(self, key: Hashable, nbytes: int, importer: Callable[[], Mapping]) -> Lease:
+        """The mapping of ``key``, made by ``importer`` if need be: once, however many threads ask; no lock is held
+        while it works, so other keys are not kept waiting. What it raises, all that waited for it are told."""
+        with self._lock:
+            if self._closed:
+                raise StoreClosed("the store is closed")
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.users += 1
+                self._entries.move_to_end(key)
+                victims: list[_Entry] = []
+                mine = False
+            else:
+                entry = self._entries[key] = _Entry(key, nbytes)
+                self._bytes += nbytes
+                self._imports += 1
+                victims = self._surplus()
+                mine = True
+        if not mine:
+            try:
+                return Lease(self, entry, entry.future.result())
+            except BaseException:
+                with self._lock:
+                    entry.users -= 1
+                raise
+        try:
+            self._close_all(victims)
+            mapping = importer()
+        except BaseException as error:
+            with self._lock:
+                if self._entries.get(key) is entry:
+                    del self._entries[key]
+                self._doomed.discard(entry)
+                self._bytes -= nbytes
+            entry.future.set_exception(
+                error if isinstance(error, Exception) else EgmError(f"the import was interrupted ({error!r})")
+            )
+            raise
+        entry.future.set_result(mapping)
+        return Lease(self, entry, mapping)
+
+    def drop(self, chosen: Callable[[Hashable], bool]) -> None:
+        """Close the mappings whose key is chosen: now when idle, else when their last user is done. A later `acquire`
+        of the same key imports anew."""
+        with self._lock:
+            entries = [entry for key, entry in self._entries.items() if chosen(key)]
+            idle = []
+            for entry in entries:
+                del self._entries[entry.key]
+                if entry.users:
+                    entry.doomed = True
+                    self._doomed.add(entry)
+                else:
+                    self._bytes -= entry.nbytes
+                    idle.append(entry)
+        self._close_all(idle)
+
+    def close(self) -> None:
+        """Close every idle mapping; one still in use goes with its last user. What could not be unmapped is tried
+        again, and raised."""
+        with self._lock:
+            self._closed = True
+        self.drop(lambda key: True)
+        with self._lock:
+            again, self._unclosed = self._unclosed, []
+        for mapping in again:
+            mapping.close()
+
+    def _release(self, entry: _Entry) -> None:
+        with self._lock:
+            entry.users -= 1
+            closing: list[_Entry] = []
+            if entry.users == 0 and entry.doomed:
+                self._doomed.discard(entry)
+                self._bytes -= entry.nbytes
+                closing = [entry]
+            elif entry.users == 0:
+                closing = self._surplus()
+        self._close_all(closing)
+
+    def _surplus(self) -> list[_Entry]:
+        """Idle entries, oldest use first, taken out until the bounds hold; called with the lock held."""
+        taken: list[_Entry] = []
+        if not self._over():
+            return taken
+        for entry in list(self._entries.values()):
+            if not self._over():
+                break
+            if entry.users == 0:
+                del self._entries[entry.key]
+                self._bytes -= entry.nbytes
+                taken.append(entry)
+        return taken
+
+    def _over(self) -> bool:
+        count = len(self._entries) + len(self._doomed)
+        return bool(
+            (self._max_bytes and self._bytes > self._max_bytes) or (self._max_count and count > self._max_count)
+        )
+
+    def _close_all(self, entries: list[_Entry]) -> None:
+        for entry in entries:
+            mapping = entry.future.result()  # an idle entry has been imported
+            try:
+                mapping.close()
+            except EgmError:  # a transfer is not told of another one's mapping; close() tries again and says so
+                with self._lock:
+                    self._unclosed.append(mapping)

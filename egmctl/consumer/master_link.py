@@ -1,0 +1,205 @@
+"""What the consumer asks the Master, with Mooncake's numbers turned into the consumer's errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from egmctl.consumer.errors import (
+    InvalidRequest,
+    NoSpace,
+    ObjectBusy,
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+)
+from egmctl.consumer.pins import Place
+from egmctl.errors import EgmError
+from egmctl.mooncake.master import (
+    Failure,
+    Located,
+    MasterClient,
+    MasterRefused,
+    MasterTimeout,
+    MasterUnreachable,
+    Replica,
+    ReplicateConfig,
+    Uuid,
+    error_name,
+)
+
+__all__ = ["Answer", "Location", "MasterLink", "Reserved", "is_transient"]
+
+T = TypeVar("T")
+Answer = Callable[[], list[T | EgmError]]
+"""Waits for what was asked: one result or error for each key."""
+
+_WRITING, _COMPLETE = 2, 3  # replica status, as seen after PutStart and after PutEnd
+
+
+def is_transient(error: EgmError) -> bool:
+    """Whether the Master could not be asked, as opposed to: it said no."""
+    return isinstance(error, (MasterUnreachable, MasterTimeout))
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where an object lay at some time between ``asked_at`` and the answer (monotonic seconds).
+
+    The lease counts from ``asked_at``: the Master granted it later. ``epoch`` is the connection that answered;
+    ``elsewhere`` says of each replica that is not in memory, or not complete, what it is.
+    """
+
+    key: str
+    places: tuple[Place, ...]
+    elsewhere: tuple[str, ...]
+    asked_at: float
+    lease_until: float
+    epoch: int
+
+    def still_holds(self, place: Place, first: Location) -> bool:
+        """Whether this later answer proves that ``place`` was the object's all the time since ``first``."""
+        return self.epoch == first.epoch and place in self.places
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Space for an object, to be written to all of ``places``."""
+
+    key: str
+    places: tuple[Place, ...]
+    elsewhere: tuple[str, ...]
+    asked_at: float
+    epoch: int
+
+
+class MasterLink:
+    """One connection to the Master, used by all threads of a store."""
+
+    def __init__(self, client: MasterClient, identity: Uuid) -> None:
+        self._client = client
+        self._identity = identity
+
+    @property
+    def epoch(self) -> int:
+        return self._client.epoch
+
+    def connected(self) -> bool:
+        return self._client.connected()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def locate(self, keys: Sequence[str]) -> Answer[Location]:
+        """Ask for all keys at once; the answer is waited for by calling what is returned."""
+        asked_at = time.monotonic()
+        reply = self._client.submit_batch_get_replica_list(keys)
+
+        def answer() -> list[Location | EgmError]:
+            rows, epoch = reply.result(), reply.epoch
+            return [
+                self._refusal("GetReplicaList", row.code, key)
+                if isinstance(row, Failure)
+                else _location(key, row, asked_at, epoch)
+                for key, row in zip(keys, rows, strict=True)
+            ]
+
+        return answer
+
+    def put_start(self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig) -> Answer[Reserved]:
+        """Ask for space. The answer raises for all keys, or says for each what became of it."""
+        asked_at = time.monotonic()
+        reply = self._client.submit_batch_put_start(self._identity, keys, sizes, config)
+
+        def answer() -> list[Reserved | EgmError]:
+            rows, epoch = reply.result(), reply.epoch
+            return [
+                self._no_space_for(key, row.code)
+                if isinstance(row, Failure)
+                else Reserved(key, *_memory(row, _WRITING), asked_at, epoch)
+                for key, row in zip(keys, rows, strict=True)
+            ]
+
+        return answer
+
+    def put_end(self, keys: Sequence[str]) -> Answer[bool]:
+        """Publish. Raises at once when the request could not be handed over."""
+        reply = self._client.submit_batch_put_end(self._identity, keys)
+        return lambda: [
+            self._refusal("PutEnd", row.code, key) if isinstance(row, Failure) else True
+            for key, row in zip(keys, reply.result(), strict=True)
+        ]
+
+    def put_revoke(self, keys: Sequence[str]) -> None:
+        """Give space back, as far as the Master can be asked; what it does not hear of it discards by itself."""
+        with suppress(EgmError):
+            self._client.batch_put_revoke(self._identity, keys)
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        rows = self._client.batch_exist_key(keys)
+        for key, row in zip(keys, rows, strict=True):
+            if isinstance(row, Failure):
+                raise self._refusal("ExistKey", row.code, key)
+        return [bool(row) for row in rows]
+
+    def remove(self, key: str, force: bool) -> None:
+        try:
+            self._client.remove(key, force=force)
+        except MasterRefused as error:
+            raise self._refusal("Remove", error.number, key) from error
+
+    def _no_space_for(self, key: str, number: int) -> EgmError:
+        if number != ObjectExists.number:
+            return self._refusal("PutStart", number, key)
+        # Mooncake says "exists" of an object that is still being written as well; the difference matters to a caller.
+        try:
+            there = self._client.batch_get_replica_list([key])[0]
+        except EgmError:
+            there = None
+        if isinstance(there, Failure) and there.code == _NOT_READY:
+            return self._refusal("PutStart", _NOT_READY, key)
+        return self._refusal("PutStart", number, key)
+
+    def _refusal(self, call: str, number: int, key: str) -> EgmError:
+        kind, hint = _REFUSALS.get(number, (StoreError, ""))
+        shown = key if len(key) <= 80 else key[:80] + "..."
+        return kind(
+            f"{call}: the Master answered {error_name(number)} ({number})",
+            where=f"object {shown!r}",
+            hint=hint,
+            facts={"call": call, "number": number, "name": error_name(number)},
+        )
+
+
+_NOT_READY = -703
+_REFUSALS: dict[int, tuple[type[StoreError], str]] = {
+    -200: (NoSpace, "wait for leases to end and eviction to run, mount more, or split an object larger than a chunk"),
+    -600: (InvalidRequest, "sizes are at least one byte, and keys are not empty"),
+    -703: (ObjectBusy, "it is still being written, or its provider has stopped pinging: try again shortly"),
+    -704: (ObjectNotFound, "it was never put, was evicted or removed, or its pool was unmounted"),
+    -705: (ObjectExists, "remove it first, or use another key"),
+    -706: (ObjectBusy, "a reader holds a lease on it: wait for that to end, or remove it by force"),
+}
+
+
+def _memory(replicas: Sequence[Replica], status: int) -> tuple[tuple[Place, ...], tuple[str, ...]]:
+    """The replicas in memory with this status, and what the others are."""
+    if len(replicas) == 1:  # nearly always
+        each = replicas[0]
+        if each.kind == "memory" and each.status == status:
+            return (Place(each.id, each.address, each.size, each.te_endpoint, each.protocol),), ()
+    places, elsewhere = [], []
+    for each in replicas:
+        if each.kind == "memory" and each.status == status:
+            places.append(Place(each.id, each.address, each.size, each.te_endpoint, each.protocol))
+        else:
+            elsewhere.append(f"replica {each.id} is of kind {each.kind}, status {each.status}")
+    return tuple(places), tuple(elsewhere)
+
+
+def _location(key: str, found: Located, asked_at: float, epoch: int) -> Location:
+    places, elsewhere = _memory(found.replicas, _COMPLETE)
+    return Location(key, places, elsewhere, asked_at, asked_at + found.lease_ttl_ms / 1000, epoch)

@@ -1,0 +1,132 @@
+"""What one operation holds: the incarnations it relies on and the mappings it copies through."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from egmctl.consumer.bindings import Binding, Bindings, ChunkAt
+from egmctl.consumer.errors import AmbiguousSegment, ProviderGone, StaleAllocation, StoreError
+from egmctl.consumer.mappings import Lease, MappingCache
+
+__all__ = ["Again", "Pins", "Place", "Target"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the Master says that a replica in memory lies: ``nbytes`` at the provider's ``address``."""
+
+    replica: int
+    address: int
+    nbytes: int
+    endpoint: str
+    protocol: str = ""
+
+
+class Again(Exception):
+    """This attempt proves nothing; the next may. ``error`` is what to say when there is no next."""
+
+    def __init__(self, error: StoreError, *, at_once: bool = False) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.at_once = at_once
+
+
+@dataclass(frozen=True)
+class Target:
+    """A place, mapped here. ``address`` is the CPU's (None where it has no access), ``device_address`` the GPUs'."""
+
+    address: int | None
+    device_address: int | None
+    where: str
+    key: Hashable
+
+
+class Pins:
+    """Bindings and mappings of one operation, until `close`: nothing is unmapped under its copies. Not thread-safe."""
+
+    def __init__(self, bindings: Bindings, mappings: MappingCache) -> None:
+        self._bindings = bindings
+        self._mappings = mappings
+        self._bound: dict[str, Binding] = {}
+        self._leases: dict[Hashable, tuple[Lease, ChunkAt, Binding]] = {}
+        self._confirmed: dict[str, tuple[float, bool]] = {}
+
+    def resolve(self, place: Place, asked_at: float) -> Target:
+        """``place`` as addresses of this process, when the Master was asked at ``asked_at`` (monotonic).
+
+        Raises `Again` when the incarnation was bound only after that, or is not yet sure of its endpoint, `Unreachable`
+        and other errors when it cannot be reached.
+        """
+        binding = self._bound.get(place.endpoint)
+        if binding is None:
+            try:
+                binding = self._bindings.get(place.endpoint)
+            except ProviderGone as error:
+                raise Again(error) from error
+            self._bound[place.endpoint] = binding
+        if binding.bound_at > asked_at:
+            raise Again(StaleAllocation("bound only after it was located", where=place.endpoint), at_once=True)
+        if not binding.exclusive:
+            binding.outdated = True
+            raise Again(
+                AmbiguousSegment(
+                    "its provider has not established yet that the Master lists only its own segments there",
+                    where=place.endpoint,
+                    hint="after a restart on a fixed port this takes until the Master has dropped the old segments",
+                )
+            )
+        try:
+            chunk = binding.chunk(place.address, place.nbytes)
+            lease = self._lease(binding, chunk)
+        except ProviderGone as error:
+            binding.outdated = True
+            raise Again(error) from error
+        offset = place.address - chunk.base
+        mapping = lease.mapping
+        device = getattr(mapping, "device_address", mapping.address)
+        # A remote host's DRAM is reached over the fabric by GPUs alone.
+        cpu = binding.kind != "cuda-fabric" or binding.watch is not None
+        return Target(
+            mapping.address + offset if cpu else None,
+            None if device is None else device + offset,
+            place.endpoint,
+            chunk.identity,
+        )
+
+    def confirm(self, *, not_older_than: float = 0.0) -> set[str]:
+        """The endpoints whose incarnation is not provably the one bound any more.
+
+        One that can be watched is looked at each time; one that must be asked over the network is not asked again if
+        it answered within ``not_older_than`` seconds.
+        """
+        bad = set()
+        for endpoint, binding in self._bound.items():
+            asked, good = self._confirmed.get(endpoint, (0.0, False))
+            if binding.watch is None and good and time.monotonic() - asked < not_older_than:
+                continue
+            now = time.monotonic()
+            used = [chunk for _, chunk, bound in self._leases.values() if bound is binding]
+            good = self._bindings.confirm(binding, used)
+            self._confirmed[endpoint] = (now, good)
+            if not good:
+                binding.outdated = True
+                bad.add(endpoint)
+        return bad
+
+    def close(self) -> None:
+        """Only when no copy runs any more. Twice is once."""
+        leases, self._leases = self._leases, {}
+        for lease, _, _ in leases.values():
+            lease.release()
+
+    def _lease(self, binding: Binding, chunk: ChunkAt) -> Lease:
+        held = self._leases.get(chunk.identity)
+        if held is None:
+            lease = self._mappings.acquire(
+                chunk.identity, chunk.nbytes, lambda: self._bindings.map_chunk(binding, chunk)
+            )
+            self._leases[chunk.identity] = (lease, chunk, binding)
+            return lease
+        return held[0]

@@ -1,0 +1,228 @@
+"""Many objects located once and read in parts, repeatedly, within the lease: no call to the Master for a read.
+
+A read checks, before and after its copy, that the lease holds, that the connection to the Master that granted it
+stands, and that the provider is the one that was bound. What it cannot see is a removal by force inside the lease;
+`Session.unchanged` asks the Master about that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from egmctl.consumer.buffers import Buffers
+from egmctl.consumer.engine import Backoff, Engine, Part
+from egmctl.consumer.errors import InvalidRequest, LeaseExpired, ProviderGone, StaleAllocation, StoreClosed
+from egmctl.consumer.gather import Indices, gather
+from egmctl.consumer.host_copy import Completion
+from egmctl.consumer.master_link import Location, is_transient
+from egmctl.consumer.pins import Again, Pins, Place, Target
+from egmctl.consumer.reader import choose
+from egmctl.errors import EgmError
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Objects that were located together. A context manager; its calls wait for each other when threads share it."""
+
+    def __init__(self, engine: Engine, buffers: Buffers, keys: Sequence[str]) -> None:
+        self._engine = engine
+        self._buffers = buffers
+        self._keys = tuple(keys)
+        self._lock = threading.Lock()
+        self._pins: Pins | None = None
+        self._found: dict[str, tuple[Location, Place, Target]] = {}
+        self._lease_until = 0.0
+        self._epoch = 0
+
+    def __enter__(self) -> Session:
+        with self._lock:
+            self._locate()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the memory. Twice is success."""
+        with self._lock:
+            pins, self._pins = self._pins, None
+            if pins is not None:
+                pins.close()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each object."""
+        return {key: place.nbytes for key, (_, place, _) in self._found.items()}
+
+    @property
+    def lease_left(self) -> float:
+        """Seconds for which reads are still allowed; negative when the lease has run out."""
+        return self._lease_until - time.monotonic()
+
+    def read_into(self, key: str, offset: int, address: int, nbytes: int, *, stream: int | None = None) -> int:
+        """``nbytes`` from ``offset`` of one object into a registered buffer; returned when they are there and right.
+
+        Raises `LeaseExpired` (call `renew`), `ProviderGone`, `InvalidRequest`, `InvalidBuffer`.
+        """
+        buffer = self._buffers.find(address, nbytes)
+        with self._lock:
+            _, place, target = self._object(key)
+            if offset < 0 or nbytes < 0 or offset + nbytes > place.nbytes:
+                raise InvalidRequest(
+                    f"{nbytes} bytes at {offset} are not inside its {place.nbytes} bytes", where=f"object {key!r}"
+                )
+            self._check_lease()
+            if nbytes:
+                routes = self._engine.routes()
+                routes.add(_shifted(target, offset), Part(0, address, nbytes, buffer), write=False)
+                self._wait(self._engine.copy(routes, stream))
+            self._check_after()
+        return nbytes
+
+    def gather(
+        self,
+        offsets: Indices,
+        entry_bytes: int,
+        destination: int,
+        *,
+        keys: Sequence[str] | None = None,
+        objects: Indices | None = None,
+        count: int | None = None,
+        stream: int | None = None,
+    ) -> int:
+        """Entries of ``entry_bytes`` at ``offsets`` (bytes) of the objects, side by side from ``destination`` on;
+        returns the bytes. ``objects`` says for each entry which of ``keys`` (of the session, unless given) it is in; left out,
+        there is one key. Both may be sequences of integers, or a GPU address with ``count`` int64 there.
+
+        Raises `BadOffset` when an entry is not inside its object, and what `read_into` raises.
+        """
+        with self._lock:
+            found = [self._object(key) for key in (self._keys if keys is None else keys)]
+            self._check_lease()
+            spaces = [(target, place.nbytes) for _, place, target in found]
+            total, completion = gather(
+                self._engine, self._buffers, spaces, offsets, entry_bytes, destination, objects, count, stream
+            )
+            self._wait(completion)
+            self._check_after()
+        return total
+
+    def renew(self) -> tuple[str, ...]:
+        """Ask the Master again: a new lease, and the keys whose object is another one, or may be, than before. Raises
+        as `EgmStore.get_into` when one of them cannot be located any more."""
+        with self._lock:
+            before = self._found
+            self._locate()
+            return tuple(
+                key
+                for key, (location, _, _) in self._found.items()
+                if key not in before or not location.still_holds(before[key][1], before[key][0])
+            )
+
+    def unchanged(self) -> bool:
+        """Whether the Master says that all objects are still the ones located, so that everything read since then was
+        right."""
+        with self._lock:
+            self._opened()
+            answers = self._engine.master.locate(self._keys)()
+            for key, answer in zip(self._keys, answers, strict=True):
+                location, place, _ = self._object(key)
+                if not isinstance(answer, Location) or not answer.still_holds(place, location):
+                    return False
+            return not self._opened().confirm()
+
+    def _locate(self) -> None:
+        backoff = Backoff(self._engine.timing.retry)
+        hurried = 0
+        while True:
+            pins = self._engine.pins()
+            try:
+                found = self._attempt(pins)
+                break
+            except Again as error:
+                pins.close()
+                hurried += error.at_once
+                if not (error.at_once and hurried <= 3) and not backoff.sleep():
+                    raise error.error from error
+            except BaseException as error:
+                pins.close()
+                if not (isinstance(error, EgmError) and is_transient(error) and backoff.sleep()):
+                    raise
+        old, self._pins = self._pins, pins
+        if old is not None:
+            old.close()
+        self._found = found
+        self._lease_until = min((location.lease_until for location, _, _ in found.values()), default=0.0)
+        self._epoch = next((location.epoch for location, _, _ in found.values()), self._engine.master.epoch)
+
+    def _attempt(self, pins: Pins) -> dict[str, tuple[Location, Place, Target]]:
+        if not self._keys:
+            raise InvalidRequest("a session has at least one key")
+        found = {}
+        for key, answer in zip(self._keys, self._engine.master.locate(self._keys)(), strict=True):
+            if isinstance(answer, EgmError):
+                raise answer
+            place, target = choose(pins, answer)
+            found[key] = (answer, place, target)
+        return found
+
+    def _opened(self) -> Pins:
+        if self._pins is None:
+            raise StoreClosed("the session is not open", hint="use it in a with statement")
+        return self._pins
+
+    def _object(self, key: str) -> tuple[Location, Place, Target]:
+        self._opened()
+        try:
+            return self._found[key]
+        except KeyError:
+            raise InvalidRequest("is not an object of this session", where=f"object {key!r}") from None
+
+    def _wait(self, completion: Completion) -> None:
+        try:
+            completion.wait(None)
+        except EgmError:
+            raise
+        except BaseException:
+            # The copy may still run: nothing may be unmapped under it.
+            while not completion.done():
+                time.sleep(0.001)
+            raise
+
+    def _check_lease(self) -> None:
+        if self.lease_left <= 0:
+            raise LeaseExpired(
+                "the lease of this session has run out", where=f"{len(self._keys)} objects", hint="call renew()"
+            )
+        if not self._same_master():
+            raise StaleAllocation(
+                "the connection to the Master that granted the lease broke",
+                hint="call renew(); after a restart of the Master its objects are gone",
+            )
+
+    def _check_after(self) -> None:
+        self._check_lease()
+        gone = self._opened().confirm(not_older_than=self._engine.timing.remote_check)
+        if gone:
+            raise ProviderGone(
+                "the provider ended, or is taking its memory down", where=", ".join(sorted(gone)), hint="call renew()"
+            )
+
+    def _same_master(self) -> bool:
+        master = self._engine.master
+        return master.epoch == self._epoch and master.connected()
+
+
+def _shifted(target: Target, offset: int) -> Target:
+    return Target(
+        None if target.address is None else target.address + offset,
+        None if target.device_address is None else target.device_address + offset,
+        target.where,
+        target.key,
+    )

@@ -1,0 +1,355 @@
+"""Puts: reserve, copy to every replica, wait, and publish only what is known to lie in the space reserved.
+
+Before PutEnd: the incarnation bound before reserving is still there, the Master connection is still the one that
+granted the space, and the deadline has not passed. Space is given back only when no copy into it runs any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from egmctl.consumer.engine import Backoff, Engine, Part, settle, split_batch
+from egmctl.consumer.errors import InterruptedPut, NoSpace, StaleAllocation, StoreError, Unreachable
+from egmctl.consumer.host_copy import Completion, Group
+from egmctl.consumer.master_link import Answer, Reserved, is_transient
+from egmctl.consumer.pins import Again, Pins, Target
+from egmctl.errors import EgmError
+from egmctl.mooncake.master import ReplicateConfig
+
+__all__ = ["WriteRequest", "WriteRound", "write_all"]
+
+
+@dataclass
+class WriteRequest:
+    """One object to be written: from ``parts``, or by ``custom`` (targets of all replicas, stream) where given."""
+
+    key: str
+    nbytes: int
+    parts: Sequence[Part] = ()
+    custom: Callable[[Sequence[Target], int | None], Completion] | None = None
+
+
+class _LostSpace(Exception):
+    """The space may be somebody else's by now: nothing more is written to it."""
+
+
+@dataclass
+class _Piece:
+    flights: list[tuple[int, WriteRequest, Reserved]]
+    completion: Completion
+    deadline: float
+
+
+class WriteRound:
+    """One attempt at some requests. `start` reserves and begins to copy, `wait` waits, `settle` publishes; `outcomes`
+    then holds for each index its size, an error, or `Again`. `abandon` gives everything back that is not published."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[tuple[int, WriteRequest]],
+        config: ReplicateConfig,
+        stream: int | None = None,
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._config = config
+        self._stream = stream
+        self._pieces: list[_Piece] = []
+        self._held: dict[str, None] = {}
+        self._begun = False
+        self.pins = Pins(engine.bindings, engine.mappings)
+        self.outcomes: dict[int, int | EgmError | Again] = {}
+
+    def start(self) -> None:
+        master = self._engine.master
+        pieces = [self._requests[each] for each in split_batch(len(self._requests))]
+        answers: list[tuple[float, Answer[Reserved]]] = []
+        for piece in pieces:
+            keys, sizes = [each.key for _, each in piece], [each.nbytes for _, each in piece]
+            deadline = time.monotonic() + self._engine.timing.put_deadline
+            self._held.update(dict.fromkeys(keys))  # from here on until it is known that the Master holds nothing
+            answers.append((deadline, master.put_start(keys, sizes, self._config)))
+        for piece, (deadline, answer) in zip(pieces, answers, strict=True):
+            self._launch(piece, answer(), deadline)
+
+    def _launch(
+        self,
+        requests: Sequence[tuple[int, WriteRequest]],
+        answers: Sequence[Reserved | EgmError],
+        deadline: float,
+    ) -> None:
+        flights: list[tuple[int, WriteRequest, Reserved]] = []
+        refused: list[str] = []
+        routes = self._engine.routes()
+        custom: list[tuple[WriteRequest, list[Target]]] = []
+        for (index, request), reserved in zip(requests, answers, strict=True):
+            if isinstance(reserved, EgmError):
+                self._held.pop(request.key, None)  # the Master said no: there is nothing to give back
+                self.outcomes[index] = Again(reserved) if isinstance(reserved, NoSpace) else reserved
+                continue
+            try:
+                targets = self._targets(reserved)
+                if request.custom is not None:
+                    custom.append((request, targets))
+                for target in targets:
+                    for part in request.parts:
+                        routes.add(target, part, write=True)
+            except (EgmError, Again) as error:
+                self.outcomes[index] = error
+                refused.append(request.key)
+                continue
+            flights.append((index, request, reserved))
+        if flights:
+            self._copy(flights, routes, custom, deadline)
+        if refused:
+            self._revoke(refused)
+
+    def _targets(self, reserved: Reserved) -> list[Target]:
+        targets: list[Target] = []
+        reasons = list(reserved.elsewhere)
+        later: Again | None = None
+        for place in reserved.places:
+            try:
+                targets.append(self.pins.resolve(place, reserved.asked_at))
+            except Again as error:
+                later = error
+            except Unreachable as error:
+                reasons.append(str(error))
+        if later is not None:
+            raise later
+        if reasons or not targets:
+            raise Unreachable(
+                "the Master gave space that cannot be reached directly: "
+                + ("; ".join(reasons) or "none of it is in memory"),
+                where=f"object {reserved.key!r}",
+                hint="mount a pool on this host with room for it, or put it through a Mooncake client",
+                facts={"reasons": reasons},
+            )
+        return targets
+
+    def _copy(
+        self,
+        flights: list[tuple[int, WriteRequest, Reserved]],
+        routes: object,
+        custom: Sequence[tuple[WriteRequest, list[Target]]],
+        deadline: float,
+    ) -> None:
+        epoch = flights[0][2].epoch
+        master = self._engine.master
+
+        def still_ours() -> None:
+            if time.monotonic() > deadline or master.epoch != epoch or not master.connected():
+                raise _LostSpace
+
+        started: list[Completion] = []
+        try:
+            started.append(self._engine.copy(routes, self._stream, still_ours))  # type: ignore[arg-type]
+            for request, targets in custom:
+                still_ours()
+                assert request.custom is not None
+                started.append(request.custom(targets, self._stream))
+        except _LostSpace:
+            settle(started)
+            late = time.monotonic() > deadline
+            for index, request, _ in flights:
+                self.outcomes[index] = self._expired(request) if late else self._cut_off(request)
+            if late:
+                self._revoke([request.key for _, request, _ in flights])
+            return
+        except EgmError as error:
+            settle(started)
+            for index, _, _ in flights:
+                self.outcomes[index] = error
+            self._revoke([request.key for _, request, _ in flights])
+            return
+        except BaseException:
+            settle(started)
+            raise
+        completion = started[0] if len(started) == 1 else Group(started)
+        self._pieces.append(_Piece(flights, completion, deadline))
+
+    def done(self) -> bool:
+        return all(piece.completion.done() for piece in self._pieces)
+
+    def wait(self, timeout: float | None) -> bool:
+        until = None if timeout is None else time.monotonic() + timeout
+        for piece in self._pieces:
+            try:
+                if not piece.completion.wait(None if until is None else max(0.0, until - time.monotonic())):
+                    return False
+            except EgmError as error:
+                for index, _, _ in piece.flights:
+                    self.outcomes[index] = error
+                piece.flights = []
+        return True
+
+    def settle(self) -> None:
+        """Publish what may be published, give the rest back. Call once `wait` has returned True."""
+        try:
+            bad = self.pins.confirm()
+            ends = []
+            for piece in self._pieces:
+                good = self._publishable(piece, bad)
+                if good:
+                    keys = [request.key for _, request, _ in good]
+                    try:
+                        ends.append((good, self._engine.master.put_end(keys)))
+                    except EgmError as error:  # not handed over: it has no effect
+                        for index, request, _ in good:
+                            self.outcomes[index] = self._cut_off(request, error)
+            for good, answer in ends:
+                self._record(good, answer)
+            self._revoke(list(self._held))
+        finally:
+            self.pins.close()
+
+    def _publishable(self, piece: _Piece, bad: set[str]) -> list[tuple[int, WriteRequest, Reserved]]:
+        master = self._engine.master
+        good = []
+        for index, request, reserved in piece.flights:
+            gone = next((place.endpoint for place in reserved.places if place.endpoint in bad), None)
+            if gone is not None:
+                self.outcomes[index] = Again(StaleAllocation("the provider ended during the put", where=gone))
+            elif time.monotonic() > piece.deadline:
+                self.outcomes[index] = self._expired(request)
+            elif master.epoch != reserved.epoch or not master.connected():
+                self.outcomes[index] = self._cut_off(request)
+            else:
+                good.append((index, request, reserved))
+        return good
+
+    def _record(self, good: Sequence[tuple[int, WriteRequest, Reserved]], answer: Answer[bool]) -> None:
+        try:
+            rows = answer()
+        except EgmError as error:
+            for index, request, _ in good:
+                self._held.pop(request.key, None)  # it may be published: not ours to take back
+                self.outcomes[index] = _unknown(request, error)
+            return
+        for (index, request, _), row in zip(good, rows, strict=True):
+            self._held.pop(request.key, None)
+            if not isinstance(row, EgmError):
+                self.outcomes[index] = request.nbytes
+            else:
+                self.outcomes[index] = InterruptedPut(
+                    f"not published: {row.message}",
+                    where=f"object {request.key!r}",
+                    hint="the Master has given the space up meanwhile (discarded, removed or restarted): put it again",
+                    facts={"revoked": True},
+                )
+
+    def abandon(self) -> None:
+        """Wait for copies under way, then give the space back and let go of the memory. Twice is once."""
+        settle([piece.completion for piece in self._pieces])
+        self._revoke(list(self._held))
+        self.pins.close()
+
+    def _revoke(self, keys: Sequence[str]) -> None:
+        if not keys:
+            return
+        self._engine.master.put_revoke(keys)
+        for key in keys:
+            self._held.pop(key, None)
+
+    def _expired(self, request: WriteRequest) -> InterruptedPut:
+        return InterruptedPut(
+            f"took longer than the {self._engine.timing.put_deadline:g} s within which a put may be published",
+            where=f"object {request.key!r}",
+            hint="put smaller objects, or raise put_deadline, staying below the Master's lease and discard times",
+            facts={"revoked": True},
+        )
+
+    def _cut_off(self, request: WriteRequest, error: EgmError | None = None) -> Again:
+        return Again(
+            InterruptedPut(
+                "the connection to the Master that granted the space broke" + (f": {error.message}" if error else ""),
+                where=f"object {request.key!r}",
+                hint="see whether the Master runs; put the object again",
+                facts={"revoked": True},
+            )
+        )
+
+
+def _unknown(request: WriteRequest, error: EgmError) -> InterruptedPut:
+    interrupted = InterruptedPut(
+        f"whether it was published is not known: {error.message}",
+        where=f"object {request.key!r}",
+        hint="ask exists(); put it again if it is not there",
+        facts={"revoked": None},
+    )
+    interrupted.__cause__ = error
+    return interrupted
+
+
+def _as_store_error(error: EgmError, key: str) -> StoreError:
+    if isinstance(error, StoreError):
+        return error
+    failed = InterruptedPut(error.message, where=f"object {key!r}", hint=error.hint, facts={"revoked": True})
+    failed.__cause__ = error
+    return failed
+
+
+def write_all(
+    engine: Engine,
+    requests: Sequence[WriteRequest],
+    config: ReplicateConfig,
+    *,
+    stream: int | None = None,
+    first: WriteRound | None = None,
+) -> list[int | EgmError]:
+    """Sizes in order, an error where one failed. The caller holds the keys' locks. ``first`` is a round of all of them
+    that was started before."""
+    results: list[int | EgmError] = [InterruptedPut("was not tried")] * len(requests)
+    todo = list(enumerate(requests))
+    retry, space = Backoff(engine.timing.retry), Backoff(engine.timing.no_space)
+    hurried = 0
+    while todo:
+        current = first if first is not None else WriteRound(engine, todo, config, stream)
+        try:
+            try:
+                if first is None:
+                    current.start()
+                first = None
+                current.wait(None)
+                current.settle()
+            except EgmError as error:
+                current.abandon()
+                if not is_transient(error):
+                    raise
+                for index, request in todo:
+                    current.outcomes.setdefault(index, Again(_as_store_error(error, request.key)))
+        except BaseException:
+            current.abandon()
+            raise
+        again: list[tuple[int, WriteRequest]] = []
+        elsewhere: list[tuple[int, WriteRequest]] = []
+        at_once, full = True, True
+        for index, request in todo:
+            outcome = current.outcomes[index]
+            if isinstance(outcome, Again):
+                results[index] = outcome.error
+                again.append((index, request))
+                at_once = at_once and outcome.at_once
+                full = full and isinstance(outcome.error, NoSpace)
+            else:
+                results[index] = outcome
+                if isinstance(outcome, Unreachable):
+                    elsewhere.append((index, request))
+        if elsewhere and not config.preferred_segments:
+            names = engine.bindings.segment_names()
+            if names:
+                config = replace(config, preferred_segments=names)
+                again = sorted([*again, *elsewhere], key=lambda each: each[0])
+                at_once = True
+        todo = again
+        if not todo:
+            break
+        hurried += at_once
+        if at_once and hurried <= 3:
+            continue
+        if not (space if full else retry).sleep():
+            break
+    return results
