@@ -8,10 +8,10 @@ from egmctl.errors import PreflightError, UsageError
 from egmctl.planning.arithmetic import DESCRIPTOR_LIMIT, alignment_of, descriptor_bytes, shares
 from egmctl.planning.capacity import check_capacity
 from egmctl.planning.plan import Plan, PlanNode, cut_chunks
-from egmctl.planning.spec import Spec, parse_node_list
+from egmctl.planning.spec import Spec, bounded_size, parse_node_list
 from egmctl.topology.bdf import Bdf
 from egmctl.topology.model import ROLES, Gpu, NumaNode, Topology
-from egmctl.units import format_size, parse_size
+from egmctl.units import format_size
 
 __all__ = ["assumed_granularity", "make_plan"]
 
@@ -54,7 +54,7 @@ def make_plan(
         raise UsageError(
             "GPUs and NUMA nodes are both given", hint="use either --gpu or --numa: each decides about the nodes"
         )
-    requested = pool.global_segment_size if capacity is None else parse_size(capacity, name="capacity")
+    requested = pool.global_segment_size if capacity is None else bounded_size(capacity, "capacity")
     nodes, near, sources = _choose_nodes(spec, topology, gpus, _wish(pool.egm_numa_nodes, numa))
     huge = _huge_page_size(pool.huge_pages, nodes)
     unit = alignment_of([granularity(node.id) for node in nodes] + ([huge] if huge else []))
@@ -152,10 +152,8 @@ def _choose_nodes(
             where=spec.pool.name,
             hint="a pool node is online, has CPUs and memory, and is allowed by the cpuset",
         )
-    nodes = [_check_node(number, topology, spec.pool.name) for number in ids]
-    near: dict[int, tuple[str, ...]] = {}
-    for node in nodes:
-        near[node.id] = tuple(gpu.bdf for gpu in chosen if gpu.numa_node == node.id)
+    near = {number: tuple(gpu.bdf for gpu in chosen if gpu.numa_node == number) for number in ids}
+    nodes = [_check_node(number, topology, spec.pool.name, () if wish != "auto" else near[number]) for number in ids]
     return nodes, near, sources
 
 
@@ -191,15 +189,19 @@ def _nodes_of(gpus: Sequence[Gpu], sources: list[str]) -> list[int]:
     return sorted({gpu.numa_node for gpu in gpus if gpu.numa_node is not None})
 
 
-def _check_node(number: int, topology: Topology, pool: str) -> NumaNode:
+def _check_node(number: int, topology: Topology, pool: str, because: Sequence[str]) -> NumaNode:
+    """The node, if it can hold pool memory; ``because`` are the GPUs that led to it."""
     node = topology.node(number)
     if node is not None and node in topology.eligible():
         return node
+    near = f", which GPU {', '.join(because)} is next to," if because else ""
     if node is None:
-        message = f"NUMA node {number} does not exist here; known: {topology.describe_nodes()}"
+        message = f"NUMA node {number}{near} does not exist here; known: {topology.describe_nodes()}"
     else:
         role = "not-allowed" if node.role == "pool" else node.role
-        message = f"NUMA node {number} cannot hold pool memory ({ROLES[role]}); known: {topology.describe_nodes()}"
+        message = (
+            f"NUMA node {number}{near} cannot hold pool memory ({ROLES[role]}); known: {topology.describe_nodes()}"
+        )
     eligible = _join([node.id for node in topology.eligible()])
     raise PreflightError(
         message,

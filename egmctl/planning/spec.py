@@ -110,7 +110,7 @@ def spec_from_toml(content: bytes, *, where: str, environ: Mapping[str, str] | N
         import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
     try:
         table = tomllib.loads(content.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise UsageError(f"not TOML: {error}", where=where, hint="plans/dev-shm.toml shows the form") from error
     default = (os.environ if environ is None else environ).get("MC_MAX_MR_SIZE")
     try:
@@ -180,7 +180,7 @@ class _Reader:
 
     def size(self, key: str, default: Any) -> int:
         value = self._take(key, (int, str), 'a size, such as "16GiB"', default)
-        nbytes: int = self.checked(lambda: parse_size(value, name=key))
+        nbytes: int = self.checked(lambda: bounded_size(value, key))
         return nbytes
 
     def seconds(self, key: str, default: float) -> float:
@@ -241,12 +241,20 @@ def check_pool_name(name: str) -> None:
         )
 
 
+def bounded_size(value: int | str, name: str) -> int:
+    """`parse_size`, and no more than an address holds."""
+    nbytes = parse_size(value, name=name)
+    if nbytes >= 1 << 63:
+        raise UsageError(f"{name} is more than any machine addresses", hint="sizes end below 8 EiB")
+    return nbytes
+
+
 def default_max_mr_size(value: int | str | None) -> int:
     """What ``MC_MAX_MR_SIZE`` says, or Mooncake's default."""
     if value is None or value == "":
         return DEFAULT_MAX_MR_SIZE
     try:
-        return parse_size(value, name="MC_MAX_MR_SIZE")
+        return bounded_size(value, "MC_MAX_MR_SIZE")
     except UsageError as error:
         error.where = "environment"
         raise

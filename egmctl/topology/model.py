@@ -146,7 +146,7 @@ class Topology:
             )
         try:
             return cls._from_document(document)
-        except (KeyError, TypeError, ValueError, UsageError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise UsageError(
                 f"not a valid topology: {what}", where=where, hint="save it again with `egmctl topology --save FILE`"
@@ -172,6 +172,9 @@ class Topology:
         identifiers = [node.id for node in nodes]
         if identifiers != sorted(set(identifiers)):
             raise ValueError("nodes are not in ascending order, or one is there twice")
+        for node in nodes:
+            if node.role == "pool" and not (node.cpus and node.memory_total and node.allowed):
+                raise ValueError(f"node {node.id} has the role pool, but not the CPUs, memory and permission for it")
         gpus = tuple(
             Gpu(
                 index=_count(gpu["index"], "index"),
@@ -246,7 +249,7 @@ def save_topology(topology: Topology, path: Path | str) -> None:
 
 
 def load_topology(path: Path | str) -> Topology:
-    """Read what `save_topology` wrote. Raises `UsageError`. ``origin`` then names the file."""
+    """Read what `save_topology` wrote. Raises `UsageError`."""
     where = str(path)
     try:
         with Path(path).open("rb") as file:

@@ -12,7 +12,18 @@ from typing import Any, Protocol
 
 from egmctl.topology.bdf import Bdf
 
-__all__ = ["FabricInfo", "Nvml", "NvmlGpu", "PynvmlDoor", "get_nvml", "install_nvml", "why_no_nvml"]
+__all__ = [
+    "FabricInfo",
+    "Nvml",
+    "NvmlGpu",
+    "PynvmlDoor",
+    "decode_health",
+    "get_nvml",
+    "install_nvml",
+    "installed",
+    "status_name",
+    "why_no_nvml",
+]
 
 
 @dataclass(frozen=True)
