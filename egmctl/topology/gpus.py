@@ -93,39 +93,48 @@ def list_gpus(
     if not _may_have_gpus(pci, dev):
         return (), [], frozenset()
     refuse_mig(environ)
-    warnings: list[str] = []
     door = nvml.get_nvml()
     by_nvml = door.gpus() if door is not None else ()
+    warnings = [f"GPU {gpu.bdf} has MIG on: egmctl works on whole GPUs only" for gpu in by_nvml if gpu.mig]
     memory_nodes = {gpu.bdf: gpu.memory_node for gpu in by_nvml if gpu.memory_node is not None}
-
     everything = [_Listed(gpu.uuid, gpu.name, Bdf.parse(gpu.bdf)) for gpu in by_nvml]
     if not everything:
         everything = [_Listed("", _pci_name(gpu), gpu.bdf) for gpu in pci]
+
     shown = visible_devices(environ, [gpu.uuid for gpu in everything])
-    if everything and not shown:
+    by_uuid = environ.get("CUDA_VISIBLE_DEVICES", "").strip().startswith("GPU-")
+    if everything and not shown and (by_nvml or not by_uuid):
         warnings.append(f"CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r} hides all GPUs")
         return (), warnings, frozenset(memory_nodes.values())
 
     by_cuda, why = ask_cuda()
+    hosts = None
     if by_cuda is not None:
         listed = [_Listed(gpu.uuid, gpu.name, Bdf.parse(gpu.bdf)) for gpu in by_cuda]
+        hosts = {gpu.bdf: gpu.host_node for gpu in by_cuda}
         memory_nodes.update({gpu.bdf: gpu.memory_node for gpu in by_cuda if gpu.memory_node is not None})
-        for gpu in by_cuda:
-            if by_nvml and gpu.bdf not in {other.bdf for other in by_nvml}:
-                warnings.append(f"CUDA lists GPU {gpu.bdf}, NVML does not")
+        others = {gpu.bdf for gpu in by_nvml}
+        warnings.extend(f"CUDA lists GPU {bdf}, NVML does not" for bdf in hosts if others and bdf not in others)
         if everything and not by_cuda:
             warnings.append("CUDA_ERROR_NO_DEVICE (100): the CUDA driver sees no GPU, though the machine has some")
     else:
         listed = [everything[index] for index in shown]
         warnings.append(f"the CUDA driver was not asked for the GPUs' nodes: {why}")
-        if door is None:
+        if door is None and not (dev / "nvidiactl").exists():
+            # sysfs shows a container the whole host, and a host without the driver its idle GPUs.
+            listed = []
+            warnings = [
+                f"sysfs lists {len(pci)} NVIDIA GPU(s), none of which this process can use: there is no "
+                f"{dev / 'nvidiactl'} (the driver is not loaded, or the container was given no GPU)"
+            ]
+        elif door is None:
             warnings.append(f"GPUs are listed by sysfs alone: {nvml.why_no_nvml()}")
-        if _order_in_doubt(environ, everything):
+            if by_uuid:
+                warnings.append("CUDA_VISIBLE_DEVICES names GPUs by UUID, which sysfs does not know: none is taken")
+        if listed and _order_in_doubt(environ, everything):
             warnings.append(
                 "the GPUs differ, so CUDA's ordinals may not be in PCI order: set CUDA_DEVICE_ORDER=PCI_BUS_ID"
             )
-    warnings.extend(f"GPU {gpu.bdf} has MIG on: egmctl works on whole GPUs only" for gpu in by_nvml if gpu.mig)
-    hosts = None if by_cuda is None else {gpu.bdf: gpu.host_node for gpu in by_cuda}
     gpus, doubts = _place(listed, pci, hosts, memory_nodes, cpu_nodes)
     return gpus, warnings + doubts, frozenset(memory_nodes.values()) - set(cpu_nodes)
 

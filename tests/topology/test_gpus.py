@@ -30,6 +30,8 @@ def read(tmp_path: Path) -> Read:
         proc, dev = root / "proc", root / "dev"
         (proc / "self").mkdir(parents=True)
         dev.mkdir()
+        if environ.pop("driver_loaded", "yes") == "yes":
+            (dev / "nvidiactl").touch()
         (proc / "meminfo").write_text("MemTotal: 4000 kB\nMemAvailable:    3000 kB\n")
         (proc / "self/status").write_text("Name:\tx\nMems_allowed_list:\t0-33\n")
         return read_topology(environ=environ, roots=Roots(machines.lay_out(description, root / "sys"), proc, dev))
@@ -53,7 +55,7 @@ def test_a_machine_without_a_gpu_says_nothing_and_asks_nobody(read: Read, monkey
         raise AssertionError("asked")
 
     monkeypatch.setattr(nvml, "get_nvml", forbidden)
-    topology = read("laptop", CUDA_VISIBLE_DEVICES="MIG-1")
+    topology = read("laptop", CUDA_VISIBLE_DEVICES="MIG-1", driver_loaded="no")
     assert (topology.gpus, topology.warnings, topology.headroom) == ((), (), 3000 * 1024)
 
 
@@ -118,6 +120,26 @@ def test_without_any_library_sysfs_lists_and_says_so(read: Read, stand_in: Insta
     topology = read("hgx-h200", CUDA_VISIBLE_DEVICES="5,0")
     assert [(gpu.bdf, gpu.numa_node) for gpu in topology.gpus] == [("0000:ab:00.0", 1), ("0000:19:00.0", 0)]
     assert any("listed by sysfs alone" in line for line in topology.warnings)
+
+
+def test_gpus_that_this_process_cannot_use_are_not_listed_and_said(read: Read, stand_in: Install) -> None:
+    stand_in(None, None)
+    topology = read("hgx-h200", driver_loaded="no")
+    assert topology.gpus == ()
+    assert len(topology.warnings) == 1
+    assert "sysfs lists 8 NVIDIA GPU(s), none of which this process can use" in topology.warnings[0]
+
+
+def test_sysfs_alone_cannot_tell_uuids_and_says_so(read: Read, stand_in: Install) -> None:
+    stand_in(None, None)
+    topology = read("hgx-h200", CUDA_VISIBLE_DEVICES="GPU-1")
+    assert topology.gpus == ()
+    assert any("names GPUs by UUID, which sysfs does not know" in line for line in topology.warnings)
+
+
+def test_cuda_tells_uuids_where_nvml_is_absent(read: Read, stand_in: Install) -> None:
+    stand_in(None, FakeCuda([CudaDevice("GPU-1", H200, "0000:9b:00.0", 1)]))
+    assert [gpu.bdf for gpu in read("hgx-h200", CUDA_VISIBLE_DEVICES="GPU-1").gpus] == ["0000:9b:00.0"]
 
 
 def test_an_empty_variable_hides_all_gpus_without_asking_cuda(read: Read, stand_in: Install) -> None:
@@ -269,6 +291,16 @@ def test_fabric_information_is_put_into_words() -> None:
         "limited capacity",
         {"degraded bandwidth": "yes"},
     )
+
+
+def test_the_structures_of_the_real_module_have_the_fields_that_are_read() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    named = {"clusterUuid", "status", "cliqueId", "state"}
+    older = {name for name, _ in pynvml.c_nvmlGpuFabricInfo_t._fields_}
+    newer = {name for name, _ in pynvml.c_nvmlGpuFabricInfo_v3_t._fields_}
+    assert named <= older
+    assert named | {"healthMask", "healthSummary"} <= newer
+    assert pynvml.c_nvmlGpuFabricInfo_v3_t().version == pynvml.nvmlGpuFabricInfo_v3
 
 
 @pytest.mark.parametrize(
