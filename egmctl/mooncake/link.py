@@ -45,19 +45,6 @@ def function_id(function: str) -> int:
 class Reply(Generic[T]):
     """The answer to one request, now or later. `result` may be asked again after a `MasterTimeout`."""
 
-    __slots__ = (
-        "_callbacks",
-        "_convert",
-        "_error",
-        "_gate",
-        "_link",
-        "_value",
-        "deadline",
-        "finished",
-        "function",
-        "seq",
-    )
-
     def __init__(self, link: Link, function: str, seq: int, deadline: float, convert: Callable[[bytes], T]) -> None:
         self._link = link
         self.function = function
@@ -67,7 +54,7 @@ class Reply(Generic[T]):
         self.finished = False
         self._value: bytes = b""
         self._error: Exception | None = None
-        self._gate: threading.Lock | None = None
+        self._gates: list[threading.Lock] = []  # one for each thread that waits while another one reads
         self._callbacks: list[Callable[[Reply[T]], None]] | None = None
 
     @property
@@ -231,7 +218,7 @@ class Link:
                 if self.reading:
                     gate = threading.Lock()
                     gate.acquire()
-                    reply._gate = gate
+                    reply._gates.append(gate)
                     self.followers.append(gate)
                 else:
                     self.reading = True
@@ -239,7 +226,7 @@ class Link:
             if gate is not None:
                 woken = gate.acquire(timeout=max(0.0, left))
                 with self.lock:
-                    reply._gate = None
+                    reply._gates.remove(gate)
                     if gate in self.followers:
                         self.followers.remove(gate)
                     elif not reply.finished and not woken:
@@ -251,9 +238,9 @@ class Link:
                     return False
                 continue
             try:
-                self._read_some(max(0.0, left), reply)
+                self._read_some(max(0.0, left))
                 while not reply.finished and (left := deadline - time.monotonic()) > 0:
-                    self._read_some(left, reply)
+                    self._read_some(left)
             finally:
                 self._leave_reading()
             if not reply.finished:
@@ -307,7 +294,7 @@ class Link:
             if self.followers and not self.reading:
                 self.followers.pop(0).release()
 
-    def _read_some(self, timeout: float, reply: Reply[Any] | None = None) -> None:
+    def _read_some(self, timeout: float) -> None:
         """Wait for bytes up to ``timeout`` seconds, and finish what they answer. Only for whoever holds ``reading``."""
         if self.dead is not None:
             return
@@ -370,10 +357,10 @@ class Link:
     def _settle(self, reply: Reply[Any]) -> None:
         """Mark finished and wake its caller; under the lock."""
         reply.finished = True
-        gate = reply._gate
-        if gate is not None and gate in self.followers:
-            self.followers.remove(gate)
-            gate.release()
+        for gate in reply._gates:
+            if gate in self.followers:
+                self.followers.remove(gate)
+                gate.release()
 
     def _tell(self, reply: Reply[Any]) -> None:
         for callback in reply._callbacks or ():

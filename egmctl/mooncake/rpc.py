@@ -107,13 +107,16 @@ class RpcConnection:
                 f"{function}: a request of {len(body)} bytes is more than {MAX_BODY}", hint="split the batch"
             )
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        while True:
+        problem = ""
+        for _ in range(3):
             link = self._usable(deadline)
             try:
                 return link.send(function, body, deadline, convert)
             except NotSent as error:
+                problem = str(error)
                 if self._closed or time.monotonic() >= deadline:
-                    raise self._unreachable(f"{function}: {error}") from None
+                    break
+        raise self._unreachable(f"{function}: {problem}; it was not handed over")
 
     def close(self) -> None:
         """End the connection and wake everybody who waits; nothing can be sent afterwards."""
