@@ -1,0 +1,128 @@
+"""The end of a copy on a GPU, as a caller sees it: an event, and for a gather the error word."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from egmctl.consumer.copy.pool import Borrowed
+from egmctl.consumer.errors import BadOffset
+from egmctl.errors import EgmError
+from egmctl.memory.driver import CudaError
+
+__all__ = ["Finished", "Submitted"]
+
+_FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
+
+
+class Finished:
+    """A copy of nothing."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
+
+    def done(self) -> bool:
+        return True
+
+    def order(self, stream: int) -> None:
+        """Nothing is left to wait for."""
+
+
+class Submitted:
+    """A copy that was queued. ``keep`` is held until it is over (arrays that it reads).
+
+    A gather's bad offset is found by the kernel: ``wait`` raises `BadOffset`, and what the gather wrote is not to be
+    used. `order` lets a stream go on after the copy, but only ``wait`` says whether it was good.
+    """
+
+    def __init__(self, borrowed: Borrowed, event: int, keep: Any = None, where: str = "") -> None:
+        self._borrowed = borrowed
+        self._event = event
+        self._keep = keep
+        self._where = where
+        self._lock = threading.Lock()
+        self._over = False
+        self._error: EgmError | None = None
+
+    def done(self) -> bool:
+        """Without waiting; a copy that failed is done."""
+        if self._over:
+            return True
+        pool = self._borrowed.pool
+        pool.driver.use_device(pool.device)
+        try:
+            if not pool.driver.event_query(self._event):
+                return False
+        except CudaError as error:
+            self._finish(error)
+            return True
+        self._finish(None)
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """True when done, False when ``timeout`` seconds passed first. Other threads run meanwhile.
+
+        Raises `BadOffset` for an entry outside its object, `CudaError` when the device failed.
+        """
+        if not self._over:
+            if timeout is None:
+                self.settle()
+            else:
+                until = time.monotonic() + timeout
+                nap = _FIRST_NAP
+                while not self.done():
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        return False
+                    time.sleep(min(nap, left))
+                    nap = min(2 * nap, _LONGEST_NAP)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def settle(self) -> None:
+        """Wait without raising what the copy failed with."""
+        if self._over:
+            return
+        pool = self._borrowed.pool
+        pool.driver.use_device(pool.device)
+        try:
+            pool.driver.event_synchronize(self._event)
+        except CudaError as error:
+            self._finish(error)
+            return
+        self._finish(None)
+
+    def order(self, stream: int) -> None:
+        """What is queued on ``stream`` from now on starts after this copy."""
+        # an event given back meanwhile only makes the stream wait longer
+        if not self._over:
+            pool = self._borrowed.pool
+            pool.driver.use_device(pool.device)
+            pool.driver.stream_wait_event(stream, self._event)
+
+    def _finish(self, error: CudaError | None) -> None:
+        with self._lock:
+            if self._over:
+                return
+            if error is not None:
+                # the device's context is lost, and with it what was borrowed
+                self._error = error
+                self._over = True
+                return
+            word = self._borrowed.word
+            if word is not None and word.raised():
+                try:
+                    first = word.first_bad(self._borrowed.pool.driver)
+                    self._error = BadOffset(
+                        f"entry {first} lies outside its object",
+                        where=self._where,
+                        hint="offsets are bytes from the start of the object; an entry must end inside it",
+                        facts={"entry": first},
+                    )
+                except CudaError as failure:
+                    self._error = failure
+            self._over = True
+            self._keep = None
+        self._borrowed.give_back()

@@ -1,0 +1,241 @@
+"""What copies borrow from a device and give back when they are over: streams, events, staging, scratch, error words.
+
+Creating any of these costs more than a small copy, so they are kept. No lock is held across a driver call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from egmctl.consumer.copy.jobs import BINS
+from egmctl.consumer.errors import StoreClosed
+from egmctl.memory.driver import CudaError, Driver
+from egmctl.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from egmctl.consumer.copy.completion import Submitted
+
+__all__ = ["Block", "Borrowed", "DevicePool", "ErrorWord"]
+
+_SMALLEST = 4 * KIB
+_KEEP_FREE = 256 * MIB  # free blocks beyond this are given back to the driver
+_WORDS = 128
+_COUNTS_BYTES = 2 * 4 * (BINS + 1)
+
+
+class Block(NamedTuple):
+    """Pinned host memory or device memory of the pool."""
+
+    address: int
+    nbytes: int
+    kind: str  # "pinned" | "device" | "counts"
+
+
+class ErrorWord(NamedTuple):
+    """Where a gather reports: a 32-bit flag in pinned memory (0 at rest) with 8 spare bytes behind it at +8, and a
+    64-bit index on the device (all ones at rest)."""
+
+    flag: int
+    lowest: int
+
+    def raised(self) -> bool:
+        return ctypes.c_uint32.from_address(self.flag).value != 0
+
+    def first_bad(self, driver: Driver) -> int:
+        """The lowest bad index; both words are then at rest again."""
+        driver.memcpy(self.flag + 8, self.lowest, 8)
+        first = ctypes.c_uint64.from_address(self.flag + 8).value
+        driver.memset(self.lowest, 0xFF, 8)
+        ctypes.c_uint32.from_address(self.flag).value = 0
+        return first
+
+
+class Borrowed:
+    """What one copy has of a pool. Not thread-safe: it belongs to the copy."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self.pool = pool
+        self.streams: list[int] = []
+        self.events: list[int] = []
+        self.blocks: list[Block] = []
+        self.word: ErrorWord | None = None
+
+    def stream(self) -> int:
+        stream = self.pool.take_stream()
+        self.streams.append(stream)
+        return stream
+
+    def event(self) -> int:
+        event = self.pool.take_event()
+        self.events.append(event)
+        return event
+
+    def pinned(self, nbytes: int) -> int:
+        block = self.pool.take_block(nbytes, "pinned")
+        self.blocks.append(block)
+        return block.address
+
+    def scratch(self, nbytes: int) -> int:
+        block = self.pool.take_block(nbytes, "device")
+        self.blocks.append(block)
+        return block.address
+
+    def counts(self) -> int:
+        """``2 * (BINS + 1)`` 32-bit words on the device, zero; the kernels leave them so."""
+        block = self.pool.take_block(_COUNTS_BYTES, "counts")
+        self.blocks.append(block)
+        return block.address
+
+    def error_word(self) -> ErrorWord:
+        self.word = self.pool.take_word()
+        return self.word
+
+    def give_back(self) -> None:
+        self.pool.give_back(self)
+
+
+class DevicePool:
+    """The streams, events and small memory of one device for one copier."""
+
+    def __init__(self, driver: Driver, device: int) -> None:
+        self.driver = driver
+        self.device = device
+        self._lock = threading.Lock()
+        self._streams: deque[int] = deque()
+        self._events: list[int] = []
+        self._words: list[ErrorWord] = []
+        self._free: dict[tuple[str, int], list[Block]] = {}
+        self._free_bytes = 0
+        self._every_stream: list[int] = []
+        self._every_event: list[int] = []
+        self._word_pages: list[tuple[int, int]] = []
+        self._in_flight: deque[Submitted] = deque()
+        self._closed = False
+
+    def borrow(self) -> Borrowed:
+        """The device's context is current afterwards. Raises `StoreClosed`."""
+        if self._closed:
+            raise StoreClosed("the copier is closed", where=f"GPU {self.device}")
+        self.driver.use_device(self.device)
+        return Borrowed(self)
+
+    def take_stream(self) -> int:
+        # least recently used first: copies that follow each other run on different streams
+        with self._lock:
+            if self._streams:
+                return self._streams.popleft()
+        stream = self.driver.stream_create()
+        with self._lock:
+            self._every_stream.append(stream)
+        return stream
+
+    def take_event(self) -> int:
+        with self._lock:
+            if self._events:
+                return self._events.pop()
+        event = self.driver.event_create()
+        with self._lock:
+            self._every_event.append(event)
+        return event
+
+    def take_block(self, nbytes: int, kind: str) -> Block:
+        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        with self._lock:
+            free = self._free.get((kind, size))
+            if free:
+                self._free_bytes -= size
+                return free.pop()
+        if kind == "pinned":
+            return Block(self.driver.host_alloc(size), size, kind)
+        block = Block(self.driver.mem_alloc(size), size, kind)
+        if kind == "counts":
+            self.driver.memset(block.address, 0, size)
+        return block
+
+    def take_word(self) -> ErrorWord:
+        with self._lock:
+            if self._words:
+                return self._words.pop()
+        flags = self.driver.host_alloc(_WORDS * 16)
+        indices = self.driver.mem_alloc(_WORDS * 8)
+        ctypes.memset(flags, 0, _WORDS * 16)
+        self.driver.memset(indices, 0xFF, _WORDS * 8)
+        words = [ErrorWord(flags + 16 * n, indices + 8 * n) for n in range(_WORDS)]
+        with self._lock:
+            self._word_pages.append((flags, indices))
+            self._words.extend(words[1:])
+        return words[0]
+
+    def give_back(self, borrowed: Borrowed) -> None:
+        surplus: list[Block] = []
+        with self._lock:
+            self._streams.extend(borrowed.streams)
+            self._events.extend(borrowed.events)
+            if borrowed.word is not None:
+                self._words.append(borrowed.word)
+            for block in borrowed.blocks:
+                if self._free_bytes + block.nbytes > _KEEP_FREE:
+                    surplus.append(block)
+                    continue
+                self._free.setdefault((block.kind, block.nbytes), []).append(block)
+                self._free_bytes += block.nbytes
+        borrowed.streams, borrowed.events, borrowed.blocks, borrowed.word = [], [], [], None
+        if surplus:
+            self.driver.use_device(self.device)
+            for block in surplus:
+                self._release(block)
+
+    def _release(self, block: Block) -> None:
+        if block.kind == "pinned":
+            self.driver.host_free(block.address)
+        else:
+            self.driver.mem_free(block.address)
+
+    def track(self, copy: Submitted) -> None:
+        """Remember a copy until it is over, also when nobody waits for it, and let go of those that are."""
+        with self._lock:
+            self._in_flight.append(copy)
+        while True:
+            with self._lock:
+                oldest = self._in_flight[0] if self._in_flight else None
+            if oldest is None or oldest is copy or not oldest.done():
+                return
+            with self._lock:
+                if self._in_flight and self._in_flight[0] is oldest:
+                    self._in_flight.popleft()
+
+    def close(self) -> None:
+        """Waits for what is under way, then destroys everything. Twice is success; the first failure is raised last."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            under_way, self._in_flight = list(self._in_flight), deque()
+        for copy in under_way:
+            copy.settle()
+        self.driver.use_device(self.device)
+        with self._lock:
+            streams, self._every_stream, self._streams = self._every_stream, [], deque()
+            events, self._every_event, self._events = self._every_event, [], []
+            blocks = [block for free in self._free.values() for block in free]
+            pages, self._word_pages, self._words = self._word_pages, [], []
+            self._free, self._free_bytes = {}, 0
+        failure: CudaError | None = None
+        for call, values in (
+            (self.driver.stream_destroy, streams),
+            (self.driver.event_destroy, events),
+            (self.driver.host_free, [flags for flags, _ in pages]),
+            (self.driver.mem_free, [indices for _, indices in pages]),
+            (self.driver.host_free, [block.address for block in blocks if block.kind == "pinned"]),
+            (self.driver.mem_free, [block.address for block in blocks if block.kind != "pinned"]),
+        ):
+            for value in values:
+                try:
+                    call(value)
+                except CudaError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
