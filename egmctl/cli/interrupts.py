@@ -6,6 +6,8 @@ import signal
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
+from egmctl.errors import CleanupPendingError
+
 if TYPE_CHECKING:
     from egmctl.cli.output import Output
 
@@ -13,20 +15,18 @@ __all__ = ["Interrupts"]
 
 
 class Interrupts:
-    """``with Interrupts(output, "undoing") as interrupts:`` and hand ``interrupts.asked`` to the work.
+    """``with Interrupts(output, pool, "stopping and undoing"):`` around work that handles `KeyboardInterrupt` once.
 
-    The first SIGINT or SIGTERM makes `asked` true and says what happens now; the next raises `KeyboardInterrupt` in
-    the main thread, whatever it is doing.
+    SIGINT and SIGTERM both raise it. The work turns the first into a request to its agent and goes on listening; when
+    a second one gets out, whatever the agent was at may be half done, and that is cleanup pending (exit 4).
     """
 
-    def __init__(self, output: Output, then: str) -> None:
+    def __init__(self, output: Output, pool: str, then: str) -> None:
         self._output = output
+        self._pool = pool
         self._then = then
         self._count = 0
         self._before: dict[signal.Signals, object] = {}
-
-    def asked(self) -> bool:
-        return self._count > 0
 
     def __enter__(self) -> Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -38,9 +38,15 @@ class Interrupts:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if isinstance(error, KeyboardInterrupt) and self._count > 1:
+            raise CleanupPendingError(
+                "stopped at once, in the middle of it",
+                where=self._pool,
+                hint="egmctl status tells what is left, egmctl teardown undoes it",
+            ) from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
-        if self._count > 1:
-            raise KeyboardInterrupt
-        self._output.note(f"{signal.Signals(number).name}: {self._then}; once more stops at once")
+        if self._count == 1:
+            self._output.note(f"{signal.Signals(number).name}: {self._then}; once more stops at once")
+        raise KeyboardInterrupt

@@ -36,7 +36,12 @@ def show_pools(output: Output, pools: Sequence[Mapping[str, Any]]) -> None:
         right=(3,),
     )
     for pool in pools:
+        doing = pool.get("doing")
+        if doing:
+            output.line(f"{pool['name']}: {doing['what']} under way, asked for by {doing['who']}")
         if pool.get("reason"):
             output.line(f"{pool['name']}: {pool['reason']}")
+        for warning in pool.get("warnings", ()):
+            output.line(f"{pool['name']}: {warning}")
         if pool["cleanup_pending"]:
             output.line(f"{pool['name']}: cleanup pending; egmctl teardown {pool['name']} resumes it")

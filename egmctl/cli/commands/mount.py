@@ -36,6 +36,6 @@ def run(
     from egmctl.provider import mount_pool
 
     output: Output = context.obj
-    with Interrupts(output, "stopping and undoing") as interrupts, Progress(output) as progress:
-        row = mount_pool(pool, output.paths, master=master or None, progress=progress, cancelled=interrupts.asked)
+    with Interrupts(output, pool, "stopping and undoing"), Progress(output) as progress:
+        row = mount_pool(pool, output.paths, master=master or None, progress=progress)
     output.emit("mount", {"pool": row}, lambda: show_pools(output, [row]))

@@ -39,13 +39,12 @@ def run(
     from egmctl.provider import provision
 
     output: Output = context.obj
-    with Interrupts(output, "stopping and undoing") as interrupts, Progress(output) as progress:
+    with Interrupts(output, str(document), "stopping and undoing"), Progress(output) as progress:
         pool = provision(
             document,
             output.paths,
             mount=mount,
             foreground=foreground,
             progress=progress,
-            cancelled=interrupts.asked,
         )
     output.emit("provision", {"pool": pool}, lambda: show_pools(output, [pool]))

@@ -71,12 +71,14 @@ def _watch(output: Output, pool: str) -> None:
     from egmctl.cli.output import wants_colour
 
     before: list[dict[str, Any]] | None = None
+    passing = ("pings", "updated")  # what changes every second and tells no news
     redraw = not output.json and wants_colour(sys.stdout)
     try:
         while True:
             rows = _rows(output, pool)
-            if rows != before:
-                before = rows
+            news = [{key: value for key, value in row.items() if key not in passing} for row in rows]
+            if news != before:
+                before = news
                 if output.json:
                     output.document({"schema": "egmctl/status/1", "pools": rows}, compact=True)
                 else:

@@ -61,7 +61,7 @@ def _one(output: Output, pool: str, grace: float, now: bool, abandon: bool) -> d
     from egmctl.cli.progress import Progress
     from egmctl.provider import teardown_pool
 
-    with Interrupts(output, "stopping; what is undone stays undone") as interrupts, Progress(output) as progress:
+    with Interrupts(output, pool, "stopping; what is undone stays undone"), Progress(output) as progress:
         return teardown_pool(
             pool,
             output.paths,
@@ -69,7 +69,6 @@ def _one(output: Output, pool: str, grace: float, now: bool, abandon: bool) -> d
             now=now,
             abandon=abandon,
             progress=progress,
-            cancelled=interrupts.asked,
         )
 
 
