@@ -116,7 +116,16 @@ class TransferEngineChild:
         if self._stopped:
             raise TransferEngineError("the child was stopped for good", where="Transfer Engine child")
         with step("te.restart", port=self._port):
-            return self._start(timeout)
+            try:
+                return self._start(timeout)
+            except TransferEngineError as error:
+                if self._stopped or self._port is None:
+                    raise
+                raise TransferEngineError(
+                    f"no child serves data port {self._port} again after {timeout:g} s: {error.message}",
+                    where=error.where,
+                    hint=f"see who listens on port {self._port} (ss -tlnp); clients that run keep asking there",
+                ) from error
 
     def stop(self, *, timeout: float = 10.0) -> None:
         """End the child: ask, then SIGKILL. Twice is success.
@@ -153,11 +162,10 @@ class TransferEngineChild:
             self._starting.release()
 
     def _attempt(self, attempt: int, deadline: float) -> int:
-        process = _Process(self._host, self._log_fd, self._died)
         with self._lock:
             if self._stopped:
                 raise TransferEngineError("stopped while it was starting", where="Transfer Engine child")
-            self._current = process
+            self._current = process = _Process(self._host, self._log_fd, self._died)
         try:
             process.spawn(self._ports(attempt), self._port, deadline)
             port = process.hello(deadline)
