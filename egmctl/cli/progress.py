@@ -37,6 +37,7 @@ class Progress:
         self._begun = 0.0
         self._said = 0.0
         self._text = ""
+        self._counted = False
 
     def __enter__(self) -> Progress:
         if not self._output.quiet and wants_colour(sys.stderr):
@@ -61,9 +62,12 @@ class Progress:
     def _draw(self, bar: Bar, event: ProgressEvent) -> None:
         if event.stage != self._stage or self._task is None:
             if self._task is not None:
+                if not self._counted:
+                    bar.update(self._task, total=1, completed=1)  # no longer pulsing
                 bar.stop_task(self._task)
             self._stage = event.stage
             self._task = bar.add_task("", total=None, amount="")
+        self._counted = event.total > 0
         bar.update(
             self._task,
             description=printable(event.text or event.stage),
