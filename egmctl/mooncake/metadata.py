@@ -193,6 +193,8 @@ class MetadataClient:
             data = response.read(MAX_DESCRIPTOR_BYTES + 1)
             if expired.is_set():
                 raise TimeoutError
+            if response.length and len(data) <= MAX_DESCRIPTOR_BYTES:
+                raise http.client.IncompleteRead(data, response.length)
         except (OSError, http.client.HTTPException) as error:
             late = expired.is_set() or isinstance(error, TimeoutError)
             reason = f"no answer within {self._timeout:g} s" if late else str(error) or type(error).__name__

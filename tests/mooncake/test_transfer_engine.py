@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -61,6 +62,10 @@ def eventually(condition: Callable[[], object], within: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.02)
+
+
+def written(engine: StockEngine, endpoint: str, address: int, value: bytes) -> bool:
+    return engine.write(endpoint, address, value) == 0
 
 
 def write_and_read_back(endpoint: str, chunk: Chunk, value: bytes) -> None:
@@ -189,7 +194,7 @@ def test_ten_replacements_in_a_row_keep_the_data_port(chunks: list[Chunk], child
     with endpoint_for(child, chunks) as server, StockEngine() as engine:
         for turn in range(10):
             value = bytes([turn]) * 5000
-            eventually(lambda value=value: engine.write(server.endpoint, chunks[0].address, value) == 0)
+            eventually(partial(written, engine, server.endpoint, chunks[0].address, value))
             assert chunks[0].host_view()[:5000] == value
             assert child.pid is not None
             os.kill(child.pid, signal.SIGKILL)
