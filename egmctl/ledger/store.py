@@ -197,6 +197,7 @@ class Ledger:
         self.who = who
         self._db = db
         self._mutex = threading.RLock()
+        self._known: PoolRecord | None = None
 
     @classmethod
     def open(cls, path: Path, *, who: str) -> Ledger:
@@ -281,6 +282,7 @@ class Ledger:
         Raises `LedgerWriteError` when it cannot be made durable. ``detail`` is for people: never a handle.
         """
         with self._mutex:
+            self._known = None
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 yield self
@@ -354,7 +356,12 @@ class Ledger:
     def pool(self) -> PoolRecord:
         with self._mutex:
             try:
-                return _record(self._db)
+                # Nobody else writes, so what was read last holds until the next change of our own.
+                if self._db.in_transaction:
+                    return _record(self._db)
+                if self._known is None:
+                    self._known = _record(self._db)
+                return self._known
             except (sqlite3.Error, ValueError, TypeError) as error:
                 raise _unreadable(self.path, error) from error
 

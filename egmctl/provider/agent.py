@@ -1,0 +1,319 @@
+"""The agent: the long-lived process that owns a pool's memory.
+
+``python -m egmctl.provider.agent`` is started by `egmctl.provider.launch`; `run_agent` is the same in the foreground.
+The main thread takes signals; commands and tending run on the operator's thread, pings on the heartbeat's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from egmctl.errors import CleanupPendingError, EgmError, FailedError
+from egmctl.ledger import ChunkRow, Ledger, OwnerLock, boot_id, read_only, start_time
+from egmctl.paths import Paths
+from egmctl.planning import Plan
+from egmctl.provider.control import ControlServer, group_id
+from egmctl.provider.folders import prepare
+from egmctl.provider.messages import hung_up, line
+from egmctl.provider.operator import Job, Operator
+from egmctl.provider.parts import Live
+from egmctl.provider.pool import ENDED, Pool
+from egmctl.provider.progress import Progress, ProgressEvent, silent
+from egmctl.provider.report import live_report
+from egmctl.provider.task import Task
+from egmctl.provider.tending import Tender
+
+__all__ = ["DEFAULT_GRACE", "main", "run_agent"]
+
+DEFAULT_GRACE = 10.0
+"""Seconds for which objects stay readable when a signal ends the agent."""
+
+RETRY_SECONDS = 5.0
+
+
+class Agent:
+    """One incarnation: from taking the pool's lock to the end of the process. Use as a context manager."""
+
+    def __init__(self, plan: Plan, paths: Paths, *, who: str) -> None:
+        self.plan = plan
+        self.paths = paths
+        self.who = who
+
+    def __enter__(self) -> Agent:
+        name, paths = self.plan.pool, self.paths
+        group = group_id(self.plan.group)
+        prepare(paths)
+        self.lock = OwnerLock.acquire(paths.lock(name), name, "the pool's agent", patience=2.0)
+        try:
+            left = read_only(paths.ledger(name))
+            if left is not None and left.state not in ENDED:
+                raise CleanupPendingError(
+                    f"an agent that is gone (pid {left.agent_pid}) left it {left.state}",
+                    where=f"pool {name}",
+                    hint=f"run `egmctl teardown {name}`, then provision again",
+                )
+            pid = os.getpid()
+            self.ledger = Ledger.create(
+                paths.ledger(name),
+                who=f"agent {pid}",
+                name=name,
+                plan=self.plan.to_json(),
+                chunks=[ChunkRow(c.index, c.numa_node, c.bytes, None, "planned") for c in self.plan.chunks],
+                nonce=secrets.token_hex(16),
+                client=(secrets.randbits(64), secrets.randbits(64)),
+                agent_pid=pid,
+                agent_started=start_time(pid) or 0,
+                boot_id=boot_id(),
+            )
+        except BaseException:
+            self.lock.release()
+            raise
+        live = Live(engine_log=sys.stderr.fileno() if _has_fileno(sys.stderr) else None)
+        self.pool = Pool(self.ledger, self.plan, paths, live)
+        self._tender = Tender(self.pool, Task("tending", self.who, silent, lambda: self.operator.busy()))
+        self.operator = Operator(self.pool, self._tender.tick)
+        self.control = ControlServer(paths.socket(name), self.pool, self.operator, group)
+        live.control = self.control
+        self.operator.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.control.drain(2.0)
+        self.operator.end()
+        if self.pool.live is not None and self.pool.live.heartbeat is not None:
+            self.pool.live.heartbeat.stop()
+        self.control.close()
+        self.pool.close()
+        self.lock.release()
+
+    @property
+    def over(self) -> bool:
+        """Whether the pool owns nothing any more, so that the process may end."""
+        return self.pool.state in ENDED and not self.operator.busy()
+
+    def command(
+        self,
+        name: str,
+        run: Callable[[Task], Any],
+        *,
+        progress: Progress = silent,
+        cancelled: Callable[[], bool] = lambda: False,
+        hurried: Callable[[], bool] = lambda: False,
+    ) -> Job:
+        def result(task: Task) -> dict[str, Any]:
+            run(task)
+            return live_report(self.pool, None)
+
+        return self.operator.submit(Job(Task(name, self.who, progress, cancelled, hurried), result))
+
+
+class _Signals:
+    """Counts requests to stop. ``wake`` is set by each."""
+
+    def __init__(self, *, interactive: bool) -> None:
+        self.count = 0
+        self.wake = threading.Event()
+        self._interactive = interactive
+        self._before = {number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.wake.set()
+        if self._interactive and number == signal.SIGINT and self.count > 2:
+            # Memory goes with the process; the ledger has what is left at the Master.
+            os.write(2, b"egmctl: stopped at once; run `egmctl teardown` to clean up what is left\n")
+            os._exit(CleanupPendingError.exit_code)
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def run_agent(
+    plan: Plan,
+    paths: Paths,
+    *,
+    mount: bool = False,
+    progress: Progress = silent,
+    started: Callable[[dict[str, Any]], None] | None = None,
+    failed: Callable[[EgmError], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+    grace: float = DEFAULT_GRACE,
+    interactive: bool = False,
+) -> None:
+    """Provision (and mount), then own the pool until it is torn down or a signal asks for that.
+
+    ``started`` is called with the pool's status once it is provisioned (and mounted). A failure that was undone is
+    raised; one that leaves something owned is given to ``failed`` (raised at the end when there is none) and the agent
+    lives on to keep it. SIGTERM and SIGINT tear down gracefully; a second one at once; with ``interactive`` a third
+    SIGINT ends the process where it is.
+    """
+    signals = _Signals(interactive=interactive)
+    error: EgmError | None = None
+    try:
+        with Agent(plan, paths, who=f"pid {os.getpid()}") as agent:
+            stopping = lambda: cancelled() or signals.count > 0  # noqa: E731
+            try:
+                _carry_out(agent, "provision", agent.pool.provision, signals, progress, stopping)
+                if mount:
+                    _carry_out(agent, "mount", agent.pool.mount, signals, progress, stopping)
+                if started is not None:
+                    started(live_report(agent.pool, None))
+                _notify("READY=1")
+            except EgmError as met:
+                error = met
+                if agent.pool.state not in ENDED and failed is not None:
+                    failed(met)
+            _own(agent, signals, grace)
+    finally:
+        signals.restore()
+    if error is not None:
+        raise error
+
+
+def _carry_out(
+    agent: Agent,
+    name: str,
+    run: Callable[[Task], None],
+    signals: _Signals,
+    progress: Progress,
+    cancelled: Callable[[], bool],
+) -> None:
+    job = agent.command(name, run, progress=progress, cancelled=cancelled)
+    while not job.done():  # an untimed wait of the main thread would not see signals
+        signals.wake.wait(0.1)
+    job.wait()
+
+
+def _own(agent: Agent, signals: _Signals, grace: float) -> None:
+    """Until nothing is owned any more. A teardown asked for by a signal is tried until it is done."""
+    job: Job | None = None
+    not_before = 0.0
+    while not agent.over:
+        signals.wake.wait(0.1)
+        if job is not None and job.done(0):
+            try:
+                job.wait()
+            except EgmError as error:
+                print(f"egmctl: {error}\n  do: {error.hint}", file=sys.stderr, flush=True)
+                not_before = time.monotonic() + RETRY_SECONDS
+            job = None
+        if signals.count and job is None and not agent.over and time.monotonic() >= not_before:
+            _notify("STOPPING=1")
+            with suppress(EgmError):  # busy with a client's command: tried again
+                job = agent.command(
+                    "teardown",
+                    lambda task: agent.pool.teardown(task, 0.0 if signals.count > 1 else grace),
+                    hurried=lambda: signals.count > 1,
+                )
+
+
+def _has_fileno(stream: Any) -> bool:
+    try:
+        stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return False
+    return True
+
+
+def _notify(text: str) -> None:
+    """Tell systemd, where it asked to be told (sd_notify(3))."""
+    path = os.environ.get("NOTIFY_SOCKET")
+    if path:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(text.encode(), "\0" + path[1:] if path.startswith("@") else path)
+
+
+class _Launcher:
+    """The other end of the progress socket: told what happens, and listened to, since its end means stop and undo."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock: socket.socket | None = sock
+        self._mutex = threading.Lock()
+        sock.settimeout(5.0)
+
+    def send(self, document: dict[str, Any]) -> None:
+        with self._mutex:
+            if self._sock is not None:
+                self._sock.sendall(line(document))
+
+    def progress(self, event: ProgressEvent) -> None:
+        self.send(event.document())
+
+    def finish(self, document: dict[str, Any]) -> None:
+        """The last word; afterwards nobody is listened to."""
+        with suppress(OSError):
+            self.send(document)
+        with self._mutex:
+            sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+
+    def left(self) -> bool:
+        with self._mutex:
+            if self._sock is None:
+                return False
+            return hung_up(self._sock)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The detached agent's program."""
+    parser = argparse.ArgumentParser(prog="egmctl.provider.agent", allow_abbrev=False)
+    parser.add_argument("--plan-fd", type=int, required=True)
+    parser.add_argument("--progress-fd", type=int, required=True)
+    parser.add_argument("--state", required=True)
+    parser.add_argument("--runtime", required=True)
+    parser.add_argument("--mount", action="store_true")
+    options = parser.parse_args(arguments)
+    if os.fork():
+        os._exit(0)  # whoever started us waits for this one only, and is never our parent
+    from pathlib import Path
+
+    from egmctl import seams
+
+    os.umask(0o077)
+    seams.load()
+    launcher = _Launcher(socket.socket(fileno=options.progress_fd))
+    os.set_inheritable(options.progress_fd, False)
+    try:
+        with os.fdopen(options.plan_fd, "rb") as file:
+            import json
+
+            plan = Plan.from_json(json.load(file))
+        launcher.send({"event": "started", "pid": os.getpid()})
+        run_agent(
+            plan,
+            Paths(Path(options.state), Path(options.runtime)),
+            mount=options.mount,
+            progress=launcher.progress,
+            started=lambda report: launcher.finish({"ok": True, "result": report}),
+            failed=lambda error: launcher.finish({"ok": False, "error": error.document()}),
+            cancelled=launcher.left,
+        )
+    except EgmError as error:
+        print(f"egmctl: {error}\n  do: {error.hint}", file=sys.stderr, flush=True)
+        launcher.finish({"ok": False, "error": error.document()})
+        return error.exit_code
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc(file=sys.stderr)
+        unexpected = FailedError(f"the agent: {type(error).__name__}: {error}", hint="see the agent's log")
+        launcher.finish({"ok": False, "error": unexpected.document()})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

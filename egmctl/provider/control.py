@@ -1,0 +1,320 @@
+"""The agent's control socket: who may connect, what may be asked, and answers that never wait for each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from egmctl.errors import EgmError, FailedError, PreflightError, UsageError
+from egmctl.provider import messages
+from egmctl.provider.operator import Job, Operator
+from egmctl.provider.pool import Pool
+from egmctl.provider.progress import ProgressEvent
+from egmctl.provider.report import check_report, live_report
+from egmctl.provider.task import Task
+from egmctl.steps import step
+
+__all__ = ["ControlServer", "group_id"]
+
+MAX_CLIENTS = 256
+IDLE_SECONDS = 60.0
+SEND_SECONDS = 5.0
+FDS_A_MESSAGE = 64
+_OWNERS_ONLY = frozenset({"mount", "teardown"})
+
+
+def group_id(name: str | None) -> int | None:
+    """The number of the group that a spec lets in. Raises `PreflightError` for one that does not exist."""
+    if name is None:
+        return None
+    import grp
+
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise PreflightError(f"there is no group {name!r}", where="group", hint="see /etc/group") from None
+
+
+def _in_group(uid: int, gid: int, group: int) -> bool:
+    import pwd
+
+    if gid == group:
+        return True
+    try:
+        user = pwd.getpwuid(uid)
+        return group in os.getgrouplist(user.pw_name, user.pw_gid)
+    except KeyError:
+        return False
+
+
+class ControlServer:
+    """Serves one pool at ``path``. ``group`` may use it too, though not mount or tear down."""
+
+    def __init__(self, path: Path, pool: Pool, operator: Operator, group: int | None) -> None:
+        self.path = path
+        self._pool = pool
+        self._operator = operator
+        self._group = group
+        self._listener: socket.socket | None = None
+        self._mutex = threading.Lock()
+        self._clients: dict[socket.socket, threading.Thread] = {}
+        self._watchers: dict[socket.socket, threading.Lock] = {}
+
+    # The door, as the pool's stages see it
+
+    def open(self) -> None:
+        if self._listener is not None:
+            return
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with step("provider.control.bind", path=str(self.path)):
+                # We hold the pool's lock, so a file that is there belongs to an agent that is gone.
+                self.path.unlink(missing_ok=True)
+                before = os.umask(0o177)
+                try:
+                    listener.bind(str(self.path))
+                finally:
+                    os.umask(before)
+            if self._group is not None:
+                with step("provider.control.share", group=self._group):
+                    os.chown(self.path, -1, self._group)
+                    os.chmod(self.path, 0o660)
+                    os.chmod(self.path.parent, 0o711)  # noqa: S103 - to be passed through, not listed
+            with step("provider.control.listen"):
+                listener.listen(128)
+        except OSError as error:
+            listener.close()
+            raise PreflightError(
+                f"cannot open the control socket: {error.strerror or error}",
+                where=str(self.path),
+                hint="see who owns the folder; a socket's path holds at most 107 bytes",
+            ) from error
+        except BaseException:
+            listener.close()
+            raise
+        self._listener = listener
+        threading.Thread(target=self._accept, args=(listener,), name="control", daemon=True).start()
+
+    def close(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            with step("provider.control.close"):
+                with suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)
+                listener.close()
+
+    def withdraw(self, chunks: list[int]) -> int:
+        message = messages.line({"event": "withdrawn", "chunks": chunks})
+        told = 0
+        with self._mutex:
+            watchers = list(self._watchers.items())
+        for sock, gate in watchers:
+            with suppress(OSError), gate:
+                sock.settimeout(SEND_SECONDS)
+                sock.sendall(message)
+                told += 1
+        return told
+
+    def drain(self, timeout: float) -> None:
+        """Let answers go out, then hang up on everybody: the end of an agent."""
+        with self._mutex:
+            threads = [thread for sock, thread in self._clients.items() if sock not in self._watchers]
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout / max(1, len(threads)))
+        with self._mutex:
+            for sock in self._clients:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    # Clients
+
+    def _accept(self, listener: socket.socket) -> None:
+        while self._listener is listener:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                if self._listener is not listener:
+                    return
+                threading.Event().wait(0.1)  # out of descriptors: leave the backlog alone for a moment
+                continue
+            with self._mutex:
+                if len(self._clients) >= MAX_CLIENTS:
+                    sock.close()
+                    continue
+                thread = threading.Thread(target=self._serve, args=(sock,), name="control-client", daemon=True)
+                self._clients[sock] = thread
+            try:
+                thread.start()
+            except RuntimeError:
+                self._forget(sock)
+
+    def _forget(self, sock: socket.socket) -> None:
+        with self._mutex:
+            self._clients.pop(sock, None)
+            self._watchers.pop(sock, None)
+        sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            owner = uid in (0, os.geteuid())
+            if not owner and (self._group is None or not _in_group(uid, gid, self._group)):
+                self._refuse(sock, UsageError(f"uid {uid} may not use this pool", where=f"pool {self._pool.name}"))
+                return
+            reader = messages.LineReader(sock)
+            while True:
+                request = reader.read(IDLE_SECONDS)
+                if request is None:
+                    return
+                self._answer(sock, reader, request, f"pid {pid} (uid {uid})", owner)
+        except ValueError as error:
+            self._refuse(sock, UsageError(f"not a request: {error}", where="control socket"))
+        except OSError:
+            pass  # the client is gone, or has said nothing for too long
+        finally:
+            self._forget(sock)
+
+    def _refuse(self, sock: socket.socket, error: EgmError) -> None:
+        with suppress(OSError):
+            self._send(sock, {"ok": False, "error": error.document()})
+
+    @staticmethod
+    def _send(sock: socket.socket, document: dict[str, Any], fds: list[int] | None = None) -> None:
+        sock.settimeout(SEND_SECONDS)
+        data = messages.line(document)
+        if fds:
+            sent = socket.send_fds(sock, [data], fds)
+            data = data[sent:]
+        if data:
+            sock.sendall(data)
+
+    def _answer(
+        self, sock: socket.socket, reader: messages.LineReader, request: dict[str, Any], who: str, owner: bool
+    ) -> None:
+        operation = request.get("op")
+        handlers: dict[str, Callable[[], dict[str, Any] | None]] = {
+            "status": lambda: live_report(self._pool, self._operator.current()),
+            "check": lambda: check_report(self._pool),
+            "export": lambda: self._export(sock, request),
+            "watch": lambda: self._watch(sock),
+            "mount": lambda: self._mount(sock, request, who),
+            "teardown": lambda: self._teardown(sock, request, who),
+        }
+        handler = handlers.get(operation) if isinstance(operation, str) else None
+        try:
+            if handler is None:
+                raise UsageError(f"unknown operation {str(operation)[:40]!r}", where="control socket")
+            if operation in _OWNERS_ONLY and not owner:
+                raise UsageError(f"{operation} is for the pool's owner", where=f"pool {self._pool.name}")
+            result = handler()
+        except EgmError as error:
+            self._send(sock, {"ok": False, "error": error.document()})
+            return
+        except OSError:
+            raise
+        except Exception as error:  # a bad request must not end the thread without an answer
+            self._refuse(sock, FailedError(f"{operation}: {type(error).__name__}: {error}", where="control socket"))
+            return
+        if result is not None:
+            self._send(sock, {"ok": True, "result": result})
+        if operation == "watch":
+            with suppress(ValueError, TimeoutError):
+                while reader.read(None) is not None:
+                    pass  # nothing is asked of a watcher; its end is all that counts
+            raise OSError("the watcher left")
+
+    # Operations
+
+    def _export(self, sock: socket.socket, request: dict[str, Any]) -> None:
+        parts = self._pool.parts
+        wanted = request.get("chunks", sorted(parts.chunks))
+        if not isinstance(wanted, list) or not all(type(index) is int for index in wanted) or len(wanted) > 1 << 16:
+            raise UsageError("chunks is not a list of numbers", where="control socket")
+        nonce = self._pool.record_now().nonce
+        rows: list[dict[str, Any]] = []
+        fds: list[int] = []
+        try:
+            for index in wanted:
+                chunk = parts.chunks.get(index)
+                if chunk is None or not parts.sharing:
+                    raise FailedError(f"there is no chunk {index} to share", where=f"pool {self._pool.name}")
+                share = chunk.share()
+                if share.fd is None:
+                    raise UsageError(
+                        f"{share.kind} chunks are imported by the handle in the descriptor", where="control socket"
+                    )
+                fds.append(share.fd)
+                rows.append(
+                    {
+                        "index": index,
+                        "numa_node": share.numa_node,
+                        "address": chunk.address,
+                        "nbytes": share.nbytes,
+                        "kind": share.kind,
+                    }
+                )
+            for first in range(0, max(1, len(fds) - FDS_A_MESSAGE), FDS_A_MESSAGE):
+                if len(fds) - first > FDS_A_MESSAGE:
+                    batch = fds[first : first + FDS_A_MESSAGE]
+                    self._send(sock, {"event": "descriptors", "count": len(batch)}, batch)
+            rest = len(fds) - (len(fds) - 1) // FDS_A_MESSAGE * FDS_A_MESSAGE if fds else 0
+            self._send(sock, {"ok": True, "result": {"nonce": nonce, "chunks": rows}}, fds[len(fds) - rest :])
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _watch(self, sock: socket.socket) -> None:
+        gate = threading.Lock()
+        result = {"nonce": self._pool.record_now().nonce, "pool": self._pool.name}
+        with gate:  # whoever withdraws waits for the answer to be out first
+            with self._mutex:
+                self._watchers[sock] = gate
+            self._send(sock, {"ok": True, "result": result})
+
+    def _mount(self, sock: socket.socket, request: dict[str, Any], who: str) -> dict[str, Any]:
+        master = request.get("master")
+        if master is not None and not isinstance(master, str):
+            raise UsageError("master is not a string", where="control socket")
+
+        def run(task: Task) -> dict[str, Any]:
+            already = self._pool.state == "ready"
+            self._pool.mount(task, master)
+            return {**live_report(self._pool, None), "already": already}
+
+        return self._carry_out(sock, "mount", who, run)
+
+    def _teardown(self, sock: socket.socket, request: dict[str, Any], who: str) -> dict[str, Any]:
+        grace = request.get("grace", 0.0)
+        if not isinstance(grace, (int, float)) or isinstance(grace, bool) or not 0 <= grace <= 86400:
+            raise UsageError("grace is not a number of seconds", where="control socket")
+
+        def run(task: Task) -> dict[str, Any]:
+            left = self._pool.teardown(task, float(grace), abandon=request.get("abandon") is True)
+            return {"name": self._pool.name, "state": self._pool.state, "left": left, "warnings": self._pool.warnings}
+
+        return self._carry_out(sock, "teardown", who, run)
+
+    def _carry_out(
+        self, sock: socket.socket, name: str, who: str, run: Callable[[Task], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Run a command, sending its progress; it is stopped when the client hangs up (or its end of sending)."""
+        left = threading.Event()
+        gate = threading.Lock()
+
+        def progress(event: ProgressEvent) -> None:
+            with gate:
+                self._send(sock, event.document())
+
+        job = self._operator.submit(Job(Task(name, who, progress, left.is_set), run))
+        while not job.done(0.05):
+            if not left.is_set() and messages.hung_up(sock):
+                left.set()
+        with gate:
+            return job.wait()

@@ -1,0 +1,88 @@
+"""Asking an agent, from another process of its host."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+from egmctl.errors import FailedError
+from egmctl.provider import messages
+from egmctl.provider.progress import Progress, ProgressEvent, silent
+from egmctl.steps import step
+
+__all__ = ["AgentGone", "ControlClient"]
+
+
+class AgentGone(FailedError):
+    """Nobody answers on the control socket, or the answer never came: the agent is dead or dying."""
+
+    code = "agent-gone"
+
+
+class ControlClient:
+    """One connection to an agent's control socket."""
+
+    def __init__(self, path: Path, *, timeout: float = 5.0) -> None:
+        self.path = path
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock.settimeout(timeout)
+        try:
+            with step("provider.control.connect"):
+                self._sock.connect(str(path))
+        except OSError as error:
+            self._sock.close()
+            raise AgentGone(
+                f"the agent does not answer: {error.strerror or error}", where=str(path), hint="see `egmctl status`"
+            ) from error
+        except BaseException:
+            self._sock.close()
+            raise
+        self._reader = messages.LineReader(self._sock)
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def ask(
+        self, operation: str, *, progress: Progress = silent, timeout: float | None = 30.0, **arguments: Any
+    ) -> dict[str, Any]:
+        """The result. Raises what the agent met, or `AgentGone`. ``timeout`` bounds each silence (None: none).
+
+        The first Ctrl-C asks the agent to stop and undo and goes on listening; the second leaves at once.
+        """
+        asked_to_stop = False
+        try:
+            with step("provider.control.ask", op=operation):
+                self._sock.sendall(messages.line({"op": operation, **arguments}))
+            while True:
+                try:
+                    answer = self._reader.read(timeout)
+                except KeyboardInterrupt:
+                    if asked_to_stop:
+                        raise
+                    asked_to_stop = True
+                    self._sock.shutdown(socket.SHUT_WR)
+                    continue
+                if answer is None:
+                    raise AgentGone(f"the agent ended during {operation}", where=str(self.path), hint="see its log")
+                if answer.get("event") == "progress":
+                    progress(ProgressEvent.from_document(answer))
+                elif answer.get("ok") is True:
+                    result = answer.get("result")
+                    return result if isinstance(result, dict) else {}
+                elif "ok" in answer:
+                    raise messages.error_from_document(answer.get("error"))
+        except TimeoutError as error:
+            raise FailedError(
+                f"the agent did not answer {operation} within {timeout:g} s",
+                where=str(self.path),
+                hint="see its log; the request may still be carried out",
+            ) from error
+        except (OSError, ValueError) as error:
+            raise AgentGone(f"no usable answer to {operation}: {error}", where=str(self.path)) from error

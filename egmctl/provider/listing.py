@@ -1,0 +1,49 @@
+"""What the Master's admin port lists of a pool: used to compare and to wait, never needed.
+
+Without ``master_admin_addr`` in the spec the answers are None: not known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from egmctl.errors import EgmError
+
+if TYPE_CHECKING:
+    from egmctl.mooncake.admin import SegmentRow
+    from egmctl.provider.pool import Pool
+
+__all__ = ["bytes_in_use", "foreign_segments", "list_segments"]
+
+
+def list_segments(pool: Pool) -> list[SegmentRow] | None:
+    """All that the Master lists, or None when it cannot be asked."""
+    from egmctl.mooncake.admin import AdminClient
+
+    address = pool.plan.mooncake.master_admin_addr
+    if address is None or pool.record_now().master not in ("", pool.plan.mooncake.master_server_addr):
+        return None
+    try:
+        return list(AdminClient(address).segments_detail())
+    except EgmError as error:
+        pool.warn(f"the Master's admin port {address} does not tell its segments: {error.message}")
+        return None
+
+
+def foreign_segments(pool: Pool) -> list[str] | None:
+    """Names of segments under our endpoint that are not ours; None when it is not known."""
+    rows = list_segments(pool)
+    if rows is None:
+        return None
+    record = pool.record_now()
+    ours = {row.id for row in record.live_segments}
+    return [row.name for row in rows if row.te_endpoint == record.endpoint and row.segment_id not in ours]
+
+
+def bytes_in_use(pool: Pool) -> int | None:
+    """Bytes of our chunks that objects take; None when it is not known (and 0 means nothing once a grace has begun)."""
+    rows = list_segments(pool)
+    if rows is None:
+        return None
+    ours = {row.id for row in pool.record_now().live_segments}
+    return sum(row.allocator_used_bytes for row in rows if row.segment_id in ours)
