@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from egmctl.consumer.bindings import Bindings
 from egmctl.consumer.buffers import Buffer
@@ -15,7 +16,7 @@ from egmctl.consumer.mappings import MappingCache
 from egmctl.consumer.master_link import MasterLink
 from egmctl.consumer.pins import Pins, Target
 
-__all__ = ["Backoff", "Engine", "Part", "Routes", "Timing", "split_batch"]
+__all__ = ["Backoff", "Engine", "Gatherer", "Part", "Routes", "Timing", "split_batch"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,34 @@ class Timing:
     request: float = 5.0
     bind: float = 5.0
     remote_check: float = 1.0
+
+
+class Gatherer(Protocol):
+    """Moves entries on a GPU; `egmctl.consumer.copy.GpuGatherer` is one."""
+
+    def gather(
+        self,
+        object_ranges: Any,
+        offsets: Any,
+        entry_bytes: int,
+        destination: int,
+        *,
+        device: int | None = None,
+        objects: Any = None,
+        stream: int | None = None,
+    ) -> Completion: ...
+
+    def scatter(
+        self,
+        object_ranges: Any,
+        offsets: Any,
+        entry_bytes: int,
+        source: int,
+        *,
+        device: int | None = None,
+        objects: Any = None,
+        stream: int | None = None,
+    ) -> Completion: ...
 
 
 @dataclass(frozen=True)
@@ -101,6 +130,7 @@ class Engine:
         device_copier: Copier | None,
         throttle: Throttle,
         timing: Timing,
+        gatherer: Gatherer | None = None,
     ) -> None:
         self.master = master
         self.bindings = bindings
@@ -109,6 +139,7 @@ class Engine:
         self.device_copier = device_copier
         self.throttle = throttle
         self.timing = timing
+        self.gatherer = gatherer
 
     def pins(self) -> Pins:
         return Pins(self.bindings, self.mappings)

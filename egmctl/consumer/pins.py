@@ -25,12 +25,17 @@ class Place:
 
 
 class Again(Exception):
-    """This attempt proves nothing; the next may. ``error`` is what to say when there is no next."""
+    """This attempt proves nothing; the next may. ``error`` is what to say when there is no next.
 
-    def __init__(self, error: StoreError, *, at_once: bool = False) -> None:
+    ``at_once``: there is no reason to wait. ``bound``: all that was missing is that the Master be asked after its
+    provider was bound, which it is now.
+    """
+
+    def __init__(self, error: StoreError, *, at_once: bool = False, bound: bool = False) -> None:
         super().__init__(str(error))
         self.error = error
-        self.at_once = at_once
+        self.at_once = at_once or bound
+        self.bound = bound
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Pins:
                 raise Again(error) from error
             self._bound[place.endpoint] = binding
         if binding.bound_at > asked_at:
-            raise Again(StaleAllocation("bound only after it was located", where=place.endpoint), at_once=True)
+            raise Again(StaleAllocation("bound only after it was located", where=place.endpoint), bound=True)
         if not binding.exclusive:
             binding.outdated = True
             raise Again(
@@ -82,12 +87,12 @@ class Pins:
             lease = self._lease(binding, chunk)
         except ProviderGone as error:
             binding.outdated = True
-            raise Again(error) from error
+            raise Again(error, at_once=True) from error
         offset = place.address - chunk.base
         mapping = lease.mapping
         device = getattr(mapping, "device_address", mapping.address)
-        # A remote host's DRAM is reached over the fabric by GPUs alone.
-        cpu = binding.kind != "cuda-fabric" or binding.watch is not None
+        # Memory behind a fabric handle may be another host's, which only GPUs reach: the CPU is given no access to it.
+        cpu = binding.kind != "cuda-fabric"
         return Target(
             mapping.address + offset if cpu else None,
             None if device is None else device + offset,

@@ -63,8 +63,17 @@ class ReadRound:
         self.outcomes: dict[int, int | EgmError | Again] = {}
 
     def start(self) -> None:
+        self._start(self._requests)
+        # What lies at endpoints that were bound only now is located once more, this time after binding.
+        late = [(index, request) for index, request in self._requests if is_bound(self.outcomes.get(index))]
+        if late:
+            for index, _ in late:
+                del self.outcomes[index]
+            self._start(late)
+
+    def _start(self, requests: Sequence[tuple[int, ReadRequest]]) -> None:
         master = self._engine.master
-        pieces = [self._requests[each] for each in split_batch(len(self._requests))]
+        pieces = [requests[each] for each in split_batch(len(requests))]
         answers = [master.locate([request.key for _, request in piece]) for piece in pieces]
         for piece, answer in zip(pieces, answers, strict=True):
             self._launch(piece, answer)
@@ -176,6 +185,11 @@ class ReadRound:
             self.outcomes[flight.index] = error
 
 
+def is_bound(outcome: object) -> bool:
+    """Whether the same question can be asked again at once, in the same round."""
+    return isinstance(outcome, Again) and outcome.bound
+
+
 def choose(pins: Pins, location: Location) -> tuple[Place, Target]:
     """The first replica that can be reached. Raises `Again` when a later attempt may reach one, else `Unreachable`."""
     reasons = list(location.elsewhere)
@@ -184,7 +198,7 @@ def choose(pins: Pins, location: Location) -> tuple[Place, Target]:
         try:
             return place, pins.resolve(place, location.asked_at)
         except Again as error:
-            if later is None or error.at_once:
+            if later is None or (error.at_once and not later.bound):
                 later = error
             reasons.append(str(error.error))
         except EgmError as error:

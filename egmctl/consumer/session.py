@@ -15,7 +15,7 @@ from types import TracebackType
 from egmctl.consumer.buffers import Buffers
 from egmctl.consumer.engine import Backoff, Engine, Part
 from egmctl.consumer.errors import InvalidRequest, LeaseExpired, ProviderGone, StaleAllocation, StoreClosed
-from egmctl.consumer.gather import Indices, gather
+from egmctl.consumer.gather import Entries, Indices, gather
 from egmctl.consumer.host_copy import Completion
 from egmctl.consumer.master_link import Location, is_transient
 from egmctl.consumer.pins import Again, Pins, Place, Target
@@ -97,21 +97,20 @@ class Session:
         stream: int | None = None,
     ) -> int:
         """Entries of ``entry_bytes`` at ``offsets`` (bytes) of the objects, side by side from ``destination`` on;
-        returns the bytes. ``objects`` says for each entry which of ``keys`` (of the session, unless given) it is in; left out,
-        there is one key. Both may be sequences of integers, or a GPU address with ``count`` int64 there.
+        returns the bytes.
 
+        ``objects`` says for each entry which of ``keys`` (the session's, unless given) it is in; left out, there is one
+        key. Both are `Indices`: integers here or on a GPU.
         Raises `BadOffset` when an entry is not inside its object, and what `read_into` raises.
         """
         with self._lock:
             found = [self._object(key) for key in (self._keys if keys is None else keys)]
             self._check_lease()
+            entries = Entries(offsets, entry_bytes, objects, count)
             spaces = [(target, place.nbytes) for _, place, target in found]
-            total, completion = gather(
-                self._engine, self._buffers, spaces, offsets, entry_bytes, destination, objects, count, stream
-            )
-            self._wait(completion)
+            self._wait(gather(self._engine, self._buffers, spaces, entries, destination, stream))
             self._check_after()
-        return total
+        return entries.nbytes
 
     def renew(self) -> tuple[str, ...]:
         """Ask the Master again: a new lease, and the keys whose object is another one, or may be, than before. Raises

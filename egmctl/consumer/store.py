@@ -7,29 +7,37 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from egmctl.consumer.bindings import Bindings, Fetch
 from egmctl.consumer.buffers import Buffer, Buffers
-from egmctl.consumer.engine import Engine, Part, Timing, check_batch
+from egmctl.consumer.engine import Backoff, Engine, Part, Timing, check_batch
 from egmctl.consumer.errors import (
+    GetFailed,
     InvalidBuffer,
     InvalidRequest,
+    LeaseExpired,
     ObjectExists,
     ProviderGone,
     StoreClosed,
 )
 from egmctl.consumer.flow import FlowOptions, Throttle
-from egmctl.consumer.host_copy import Copier, HostCopier
+from egmctl.consumer.gather import Entries, Indices, scatter, zero
+from egmctl.consumer.host_copy import Completion, Copier, Group, HostCopier
 from egmctl.consumer.keylocks import KeyLocks
 from egmctl.consumer.mappings import MappingCache
 from egmctl.consumer.master_link import Location, MasterLink
+from egmctl.consumer.pins import Target
 from egmctl.consumer.reader import ReadRequest, ReadRound, read_all
 from egmctl.consumer.session import Session
 from egmctl.consumer.transfer import BatchTransfer, Transfer, single
 from egmctl.consumer.writer import WriteRequest, WriteRound, write_all
 from egmctl.errors import EgmError
 from egmctl.mooncake.descriptor import SegmentDescriptor
-from egmctl.mooncake.master import MasterClient, ReplicateConfig, new_uuid
+from egmctl.mooncake.master import MasterClient, MasterTimeout, MasterUnreachable, ReplicateConfig, new_uuid
+
+if TYPE_CHECKING:
+    from egmctl.consumer.copy import CopyOptions
 
 __all__ = ["EgmStore"]
 
@@ -67,7 +75,7 @@ class EgmStore:
         max_mappings: int = 0,
         copy_threads: int | None = None,
         copier: Copier | None = None,
-        copy_options: object = None,
+        copy_options: CopyOptions | None = None,
     ) -> EgmStore:
         """``master`` is ``host:port``; ``devices`` are the GPUs whose memory is used, ``()`` for host buffers alone.
 
@@ -80,13 +88,14 @@ class EgmStore:
         host_copier = HostCopier(copy_threads)
         try:
             client.service_ready()
-            driver = device_copier = None
+            driver = device_copier = gatherer = None
             if devices:
-                from egmctl.consumer.copy import make_copier
+                from egmctl.consumer.copy import make_copier, make_gatherer
                 from egmctl.memory.driver import get_driver
 
                 driver = get_driver()
                 device_copier = make_copier(driver, devices, copy_options)
+                gatherer = make_gatherer(driver, devices, copy_options)
             mappings = MappingCache(max_bytes=max_mapped_bytes, max_count=max_mappings)
             bindings = Bindings(
                 make_fetch(metadata_server, timing.bind),
@@ -102,6 +111,7 @@ class EgmStore:
                 device_copier,
                 Throttle(flow or FlowOptions()),
                 timing,
+                gatherer,
             )
             return cls(engine, Buffers(driver, devices), host_copier)
         except BaseException:
@@ -127,9 +137,10 @@ class EgmStore:
         self._host_copier.close()
         self._engine.bindings.close()
         self._engine.mappings.close()
-        closer = getattr(self._engine.device_copier, "close", None)
-        if closer is not None:
-            closer()
+        for part in (self._engine.gatherer, self._engine.device_copier):
+            closer = getattr(part, "close", None)
+            if closer is not None:
+                closer()
         self._engine.master.close()
 
     # -- buffers
@@ -232,14 +243,15 @@ class EgmStore:
         else:
             kept = (ctypes.c_char * view.nbytes).from_buffer(view)
             address = ctypes.addressof(kept)
-        return single(self._put_parts(key, _loose(address, view.nbytes), config))
+        return single(self._write_one(WriteRequest(key, view.nbytes, (_loose(address, view.nbytes),)), config))
 
-    def _put_parts(self, key: str, part: Part, config: ReplicateConfig | None) -> list[int | EgmError]:
+    def _write_one(
+        self, request: WriteRequest, config: ReplicateConfig | None, stream: int | None = None
+    ) -> list[int | EgmError]:
         self._open()
-        request = WriteRequest(key, part.nbytes, (part,))
-        held = self._locks.acquire([key], self._engine.timing.put_deadline)
+        held = self._locks.acquire([request.key], self._engine.timing.put_deadline)
         try:
-            return write_all(self._engine, [request], config or ReplicateConfig())
+            return write_all(self._engine, [request], config or ReplicateConfig(), stream=stream)
         finally:
             self._locks.release(held)
 
@@ -349,6 +361,76 @@ class EgmStore:
         but not a writer, gives way to ``force``)."""
         self._open()
         self._engine.master.remove(key, force)
+
+    # -- many small entries
+
+    def gather_into(
+        self,
+        keys: str | Sequence[str],
+        offsets: Indices,
+        entry_bytes: int,
+        destination: int,
+        *,
+        objects: Indices | None = None,
+        count: int | None = None,
+        stream: int | None = None,
+    ) -> int:
+        """Entries of ``entry_bytes`` at ``offsets`` of one object, or of several: then ``objects`` says for each entry
+        the number of its key. They lie side by side from ``destination`` on; returns their bytes.
+
+        Raises `BadOffset` for an entry outside its object (what was read is not to be used), and as `get_into`.
+        """
+        self._open()
+        named = [keys] if isinstance(keys, str) else list(keys)
+        backoff = Backoff(self._engine.timing.retry)
+        while True:
+            try:
+                with Session(self._engine, self._buffers, named) as session:
+                    nbytes = session.gather(
+                        offsets, entry_bytes, destination, keys=named, objects=objects, count=count, stream=stream
+                    )
+                    if session.unchanged():
+                        return nbytes
+                error: EgmError = GetFailed("an object changed while it was read", where=f"objects {named[:4]}")
+            except (ProviderGone, LeaseExpired, MasterTimeout, MasterUnreachable) as failed:
+                error = failed
+            if not backoff.sleep():
+                raise error
+
+    def scatter_from(
+        self,
+        key: str,
+        nbytes: int,
+        offsets: Indices,
+        entry_bytes: int,
+        source: int,
+        *,
+        count: int | None = None,
+        covers: bool = False,
+        config: ReplicateConfig | None = None,
+        stream: int | None = None,
+    ) -> int:
+        """Put an object of ``nbytes`` whose entries at ``offsets`` come from ``source``, where they lie side by side.
+
+        What no entry covers is zero; ``covers=True`` says that they cover all of it, and saves the clearing. Writes
+        only into the space that this very put has reserved. Raises `BadOffset` (nothing is published), and as
+        `put_from`.
+        """
+        self._open()
+        entries = Entries(offsets, entry_bytes, None, count)
+        buffer = self._buffers.find(source, entries.nbytes)
+        if buffer.device is None:
+            entries.checked([nbytes])
+
+        def custom(targets: Sequence[Target], on: int | None) -> Completion:
+            started = []
+            for target in targets:
+                if not covers:
+                    zero(self._engine, target, nbytes, buffer.device)
+                started.append(scatter(self._engine, self._buffers, (target, nbytes), entries, source, on))
+            return started[0] if len(started) == 1 else Group(started)
+
+        return single(self._write_one(WriteRequest(key, nbytes, custom=custom), config, stream))
 
     def session(self, keys: Sequence[str]) -> Session:
         """Locate objects once and read parts of them repeatedly within the lease, with no further calls to the Master.

@@ -15,6 +15,7 @@ from egmctl.consumer.errors import InterruptedPut, NoSpace, StaleAllocation, Sto
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Answer, Reserved, is_transient
 from egmctl.consumer.pins import Again, Pins, Target
+from egmctl.consumer.reader import is_bound
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
 
@@ -64,8 +65,17 @@ class WriteRound:
         self.outcomes: dict[int, int | EgmError | Again] = {}
 
     def start(self) -> None:
+        self._start(self._requests)
+        # Space at endpoints that were bound only now was given back; it is asked for once more, now after binding.
+        late = [(index, request) for index, request in self._requests if is_bound(self.outcomes.get(index))]
+        if late:
+            for index, _ in late:
+                del self.outcomes[index]
+            self._start(late)
+
+    def _start(self, requests: Sequence[tuple[int, WriteRequest]]) -> None:
         master = self._engine.master
-        pieces = [self._requests[each] for each in split_batch(len(self._requests))]
+        pieces = [requests[each] for each in split_batch(len(requests))]
         answers: list[tuple[float, Answer[Reserved]]] = []
         for piece in pieces:
             keys, sizes = [each.key for _, each in piece], [each.nbytes for _, each in piece]
@@ -115,7 +125,8 @@ class WriteRound:
             try:
                 targets.append(self.pins.resolve(place, reserved.asked_at))
             except Again as error:
-                later = error
+                # Not worth asking again in this round unless every replica is.
+                later = error if later is None or later.bound else later
             except Unreachable as error:
                 reasons.append(str(error))
         if later is not None:

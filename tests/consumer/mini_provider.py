@@ -75,7 +75,9 @@ class MiniProvider:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, "the provider did not start"
+        if not line:
+            self.kill()
+            raise RuntimeError("the provider did not start")
         self.facts = json.loads(line)
 
     @property
@@ -241,6 +243,18 @@ class _Program:
             socket.send_fds(link, [json.dumps({"ok": True, "result": result}).encode() + b"\n"], [share.fd])
             os.close(share.fd)
 
+    def grow(self, nbytes: int) -> None:
+        from egmctl.memory import ChunkSpec
+        from egmctl.mooncake.master import Segment, new_uuid
+
+        index = len(self.chunks)
+        chunk = self.memory.create(ChunkSpec(index, 0, nbytes), lambda done: None)
+        self.chunks.append(chunk)
+        name = f"{self.endpoint}/numa0/{index}"
+        segment = Segment(new_uuid(), name, chunk.address, nbytes, self.endpoint, self.options["protocol"])
+        self.segments.append(segment)
+        self.master.mount_segment(segment, self.client)
+
     def withdraw(self, index: int) -> None:
         self.withdrawn.add(index)
         for watcher in self.watchers:
@@ -272,6 +286,8 @@ class _Program:
             elif order["op"] == "fill":
                 view = self.chunks[order["chunk"]].host_view()
                 view[:] = bytes([order["value"]]) * view.nbytes
+            elif order["op"] == "grow":
+                self.grow(order["nbytes"])
             elif order["op"] == "answered":
                 answer = self.handshake.answered
             print(json.dumps(answer), flush=True)
