@@ -107,6 +107,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"memory": "cuda-posix", "huge_pages": True}, "the CUDA driver chooses the pages"),
         ({"group": "a b"}, "not a group name"),
         ({"lease_ttl": 0}, "not between 0 and 86400"),
+        ({"lease_ttl": True}, "is not a number of seconds"),
         ({"lease_ttl": "10s"}, "is not a number of seconds"),
         ({"client_expiry": float("nan")}, "not between"),
     ],

@@ -23,7 +23,7 @@ H200 = "NVIDIA H200"
 def read(tmp_path: Path) -> Read:
     """Read a laid-out machine as if it were this one: its /sys, a small /proc and an empty /dev."""
 
-    def act(name: str, change: Callable[[dict], None] = lambda _: None, **environ: str) -> Topology:  # type: ignore[type-arg]
+    def act(name: str, change: Callable[[dict], object] = lambda _: None, **environ: str) -> Topology:  # type: ignore[type-arg]
         description = machines.describe(name)
         change(description)
         root = tmp_path / "machine"
@@ -106,6 +106,13 @@ def test_cudas_own_memory_node_marks_the_node_as_gpu_memory(read: Read, stand_in
     topology = read("gb200-tray", lambda description: description.update(generic_initiators=None))
     assert [node.id for node in topology.nodes if node.role == "gpu-memory"] == [2]
     assert [node.id for node in topology.eligible()] == [0, 1]
+
+
+def test_cudas_host_node_places_a_gpu_and_its_own_memory_node_does_not(read: Read, stand_in: Install) -> None:
+    stand_in(None, FakeCuda([CudaDevice("GPU-0", "NVIDIA GB200", "0018:01:00.0", 1, 18)]))
+    topology = read("gb200-tray", lambda description: [device.update(numa_node=-1) for device in description["pci"]])
+    assert [(gpu.numa_node, gpu.source) for gpu in topology.gpus] == [(1, "cuda")]
+    assert topology.gpus[0].note == "sysfs says -1; its own memory is node 18"
 
 
 def test_without_cuda_nvml_lists_and_the_variable_is_applied(read: Read, stand_in: Install) -> None:
