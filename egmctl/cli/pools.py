@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from egmctl.errors import UsageError
 from egmctl.units import format_size
 
 if TYPE_CHECKING:
     from egmctl.cli.output import Output
 
-__all__ = ["show_pools"]
+__all__ = ["known_name", "show_pools"]
+
+
+def known_name(pool: str) -> str:
+    """``pool`` if a pool could have that name: what it stands for are files. Raises `UsageError`."""
+    from egmctl.planning.spec import check_pool_name
+
+    try:
+        check_pool_name(pool)
+    except UsageError as error:
+        raise UsageError(f"{pool[:80]!r} cannot be a pool's name", where="POOL", hint=error.hint) from None
+    return pool
 
 
 def show_pools(output: Output, pools: Sequence[Mapping[str, Any]]) -> None:

@@ -57,12 +57,13 @@ def run(
     if 0 in blocks:
         raise UsageError("--block 0 measures nothing", where="egmctl bench", hint="give sizes above zero")
     from egmctl.bench import run_bench
+    from egmctl.cli.pools import known_name
     from egmctl.cli.progress import Progress
 
     output: Output = context.obj
     with Progress(output) as progress:
         document = run_bench(
-            pool,
+            known_name(pool),
             output.paths,
             operations=operations,
             blocks=blocks,

@@ -31,11 +31,14 @@ def run(
     served by the Mooncake wheel's Transfer Engine, which listens on all network interfaces whatever it is told.
     """
     from egmctl.cli.interrupts import Interrupts
-    from egmctl.cli.pools import show_pools
+    from egmctl.cli.pools import known_name, show_pools
     from egmctl.cli.progress import Progress
     from egmctl.provider import mount_pool
 
     output: Output = context.obj
-    with Interrupts(output, pool, "stopping and undoing"), Progress(output) as progress:
-        row = mount_pool(pool, output.paths, master=master or None, progress=progress)
+    name = known_name(pool)
+    with Interrupts(output, f"pool {name}", "stopping and undoing"), Progress(output) as progress:
+        row = mount_pool(name, output.paths, master=master or None, progress=progress)
+    if row.get("already"):
+        output.note(f"{name} is mounted already")
     output.emit("mount", {"pool": row}, lambda: show_pools(output, [row]))

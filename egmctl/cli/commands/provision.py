@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from egmctl.cli.output import Output
+    from egmctl.planning import Plan
 
 __all__ = ["EXAMPLES", "run"]
 
@@ -39,12 +41,32 @@ def run(
     from egmctl.provider import provision
 
     output: Output = context.obj
-    with Interrupts(output, str(document), "stopping and undoing"), Progress(output) as progress:
-        pool = provision(
-            document,
-            output.paths,
-            mount=mount,
-            foreground=foreground,
-            progress=progress,
-        )
-    output.emit("provision", {"pool": pool}, lambda: show_pools(output, [pool]))
+
+    def tell(pool: dict[str, Any]) -> None:
+        output.emit("provision", {"pool": pool}, lambda: show_pools(output, [pool]))
+        sys.stdout.flush()
+
+    plan = _resolve(document)
+    for warning in plan.warnings:
+        output.warn(warning)
+    if foreground:
+        with Progress(output) as progress:
+            provision(plan, output.paths, mount=mount, foreground=True, progress=progress, started=tell)
+        return
+    with Interrupts(output, f"pool {plan.pool}", "stopping and undoing"), Progress(output) as progress:
+        pool = provision(plan, output.paths, mount=mount, progress=progress)
+    if pool.get("already"):
+        output.note(f"{plan.pool} exists already")
+    tell(pool)
+
+
+def _resolve(document: Path) -> Plan:
+    """The saved plan as it is, or the spec's plan for this machine as it is now."""
+    from egmctl.planning import Plan, assumed_granularity, load_document, make_plan
+
+    found = load_document(document)
+    if isinstance(found, Plan):
+        return found
+    from egmctl.topology import read_topology
+
+    return make_plan(found, read_topology(), granularity=assumed_granularity(found.pool.memory))

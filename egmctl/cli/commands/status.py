@@ -47,9 +47,10 @@ def run(
 
 
 def _rows(output: Output, pool: str) -> list[dict[str, Any]]:
+    from egmctl.cli.pools import known_name
     from egmctl.provider import pool_status
 
-    return pool_status(output.paths, pool or None)
+    return pool_status(output.paths, known_name(pool) if pool else None)
 
 
 def _show(output: Output, rows: list[dict[str, Any]]) -> None:
@@ -61,9 +62,10 @@ def _show(output: Output, rows: list[dict[str, Any]]) -> None:
 def _forget(output: Output, pool: str, watch: bool) -> None:
     if not pool or watch:
         raise UsageError("--forget takes one pool", where="egmctl status", hint="egmctl status POOL --forget")
+    from egmctl.cli.pools import known_name
     from egmctl.provider import forget
 
-    forget(pool, output.paths)
+    forget(known_name(pool), output.paths)
     output.emit("status", {"pools": [], "forgotten": pool}, lambda: output.line(f"{pool}: forgotten"))
 
 

@@ -48,12 +48,14 @@ def run(
     if grace is not None and not (math.isfinite(grace) and 0 <= grace <= 86400):
         raise UsageError(f"--grace {grace} is no number of seconds", where="egmctl teardown", hint="0 to 86400")
     output: Output = context.obj
-    seconds = 0.0 if now else 10.0 if grace is None else grace
-    if pool:
-        row = _one(output, pool, seconds, now, abandon)
-        output.emit("teardown", {"pools": [row]}, lambda: _say(output, row))
-        return 0
-    return _every(output, seconds, now, abandon)
+    seconds = 10.0 if grace is None else grace
+    if every:
+        return _every(output, seconds, now, abandon)
+    from egmctl.cli.pools import known_name
+
+    row = _one(output, known_name(pool), seconds, now, abandon)
+    output.emit("teardown", {"pools": [row]}, lambda: _say(output, row))
+    return 0
 
 
 def _one(output: Output, pool: str, grace: float, now: bool, abandon: bool) -> dict[str, Any]:
@@ -61,15 +63,8 @@ def _one(output: Output, pool: str, grace: float, now: bool, abandon: bool) -> d
     from egmctl.cli.progress import Progress
     from egmctl.provider import teardown_pool
 
-    with Interrupts(output, pool, "stopping; what is undone stays undone"), Progress(output) as progress:
-        return teardown_pool(
-            pool,
-            output.paths,
-            grace=grace,
-            now=now,
-            abandon=abandon,
-            progress=progress,
-        )
+    with Interrupts(output, f"pool {pool}", "stopping; what is undone stays undone"), Progress(output) as progress:
+        return teardown_pool(pool, output.paths, grace=grace, now=now, abandon=abandon, progress=progress)
 
 
 def _every(output: Output, grace: float, now: bool, abandon: bool) -> int:
@@ -78,12 +73,12 @@ def _every(output: Output, grace: float, now: bool, abandon: bool) -> int:
 
     rows: list[dict[str, Any]] = []
     worst = 0
-    for known in pool_status(output.paths):
+    for known in pool_status(output.paths, compare=False):
         try:
             rows.append(_one(output, known["name"], grace, now, abandon))
         except EgmError as error:
             output.error(error)
-            rows.append({"name": known["name"], "error": error.document()})
+            rows.append({"name": known["name"], "state": known["state"], "error": error.document()})
             worst = max(worst, error.exit_code)
 
     def show() -> None:
@@ -97,7 +92,8 @@ def _every(output: Output, grace: float, now: bool, abandon: bool) -> int:
 
 
 def _say(output: Output, row: dict[str, Any]) -> None:
-    if "error" not in row:
-        output.line(f"{row['name']}: {row['state']}")
-        for note in row.get("notes", ()):
-            output.line(f"  {note}")
+    if "error" in row:
+        return
+    output.line(f"{row['name']}: {row['state']}{' already' if row['already'] else ''}")
+    for text in (*row["left"], *row["warnings"]):
+        output.line(f"  {text}")

@@ -42,10 +42,11 @@ def run(
     """
     from egmctl.checks.verify import run_verify
     from egmctl.cli.checklist import show_checks
+    from egmctl.cli.pools import known_name
     from egmctl.cli.progress import Progress
 
     output: Output = context.obj
     with Progress(output) as progress:
-        document = run_verify(pool, output.paths, level=level.value, progress=progress)
+        document = run_verify(known_name(pool), output.paths, level=level.value, progress=progress)
     output.emit("verify", document, lambda: show_checks(output, document))
     return 0 if document["ok"] else VerificationError.exit_code
