@@ -12,10 +12,9 @@ __all__ = ["DESCRIPTOR_LIMIT", "SLAB", "alignment_of", "cut", "descriptor_bytes"
 SLAB = 16 * MIB  # Mooncake's `cachelib` allocator takes segments in multiples of its slab
 
 DESCRIPTOR_LIMIT = 1 << 20  # a stock reader of the handshake refuses longer messages
-# A buffer of the stock part (name, address, length, 128 hex digits for nvlink) and a chunk of egmctl's own part, both
-# with the longest numbers that can occur.
-_STOCK_BUFFER = {"nvlink": 215, "tcp": 90}
-_OWN_CHUNK = 90
+# A buffer (name, address, length, 128 hex digits for nvlink) with the longest numbers that can occur; for tcp its name
+# is the endpoint's, of up to 110 characters. The part of our own lists runs of chunks, a handful for any pool.
+_BUFFER = {"nvlink": 215, "tcp": 180}
 _REST = 4096
 
 
@@ -38,4 +37,4 @@ def cut(nbytes: int, largest: int) -> list[int]:
 
 def descriptor_bytes(protocol: str, chunks: int) -> int:
     """An upper bound of the length of the descriptor of so many chunks."""
-    return _REST + chunks * (_STOCK_BUFFER[protocol] + _OWN_CHUNK)
+    return _REST + chunks * _BUFFER[protocol]
