@@ -65,9 +65,9 @@ def run(
         document = run_bench(
             known_name(pool),
             output.paths,
-            operations=operations,
+            ops=operations,
             blocks=blocks,
-            routes=_words(path),
+            paths_=_words(path),
             baseline=baseline,
             progress=progress,
         )
