@@ -112,7 +112,11 @@ class Located(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicateConfig:
-    """How a put wants its replicas. ``preferred_segments`` are hints: the Master may place elsewhere and not say so."""
+    """How a put wants its replicas.
+
+    ``preferred_segments`` are hints: the Master may place elsewhere and not say so. ``group_ids`` has one entry for
+    each key of the put (so one for a single put), else the answer is -600.
+    """
 
     replica_num: int = 1
     nof_replica_num: int = 0
@@ -212,8 +216,10 @@ def _to_replica(row: tuple[Any, ...]) -> Replica:
         return _make(Replica, (number, status, _KINDS[index], size, address, protocol, endpoint))
     if index == 3:
         return Replica(number, status, "local-disk", body[1], 0, "", body[2])
-    if index in (2, 4):
-        return Replica(number, status, _KINDS[index], body[1], 0, "", "")
+    if index == 2:
+        return Replica(number, status, "disk", body[1], 0, "", "")
+    if index == 4:
+        return Replica(number, status, "file", body[2], 0, "", "")
     return Replica(number, status, f"unknown-{index}", 0, 0, "", "")
 
 

@@ -174,8 +174,18 @@ class Master:
         self.start()
 
     def pause(self) -> None:
-        """SIGSTOP: it holds its connections and answers nobody."""
+        """SIGSTOP: it holds its connections and answers nobody. Returns when every thread of it has stopped."""
         os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            states = [
+                (Path(task.path) / "stat").read_text().rpartition(")")[2].split()[0]
+                for task in os.scandir(f"/proc/{self.pid}/task")
+            ]
+            if set(states) == {"T"}:
+                return
+            time.sleep(0.005)
+        raise RuntimeError(f"the Master's threads did not stop: {states}")
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
