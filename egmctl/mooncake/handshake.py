@@ -89,6 +89,7 @@ class HandshakeServer:
         self._buffered = 0
         self._peers: OrderedDict[int, _Peer] = OrderedDict()
         self._closing = False
+        self._closed = False
         self.answered = 0
         """Descriptors sent, for status and tests."""
         self._listener = _listen(host, port)
@@ -100,7 +101,16 @@ class HandshakeServer:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name=f"handshake-{self.port}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            for each in (self._selector, self._listener, self._wake_read, self._wake_write):
+                each.close()
+            raise FailedError(
+                f"no thread for the endpoint: {error}",
+                where=self.endpoint,
+                hint="raise the limit of processes (ulimit -u, or the container's pids limit)",
+            ) from error
 
     def __enter__(self) -> HandshakeServer:
         return self
@@ -110,14 +120,16 @@ class HandshakeServer:
 
     def close(self) -> None:
         """Stop listening, drop the peers, end the thread. Twice is success."""
-        if self._closing:
+        if self._closed:
             return
-        self._closing = True
         with step("handshake.close", port=self.port):
-            self._wake_write.send(b"x")
+            self._closing = True
+            with contextlib.suppress(OSError):
+                self._wake_write.send(b"x")
             self._thread.join()
             self._wake_write.close()
             self._wake_read.close()
+            self._closed = True
 
     def _run(self) -> None:
         try:
@@ -320,14 +332,15 @@ def _holder(port: int) -> str | None:
 
 
 def fetch_descriptor(endpoint: str, timeout: float = 5.0) -> SegmentDescriptor:
-    """Ask ``host:port`` for its descriptor, as a stock consumer would; ``timeout`` bounds the whole exchange.
+    """Ask ``host:port`` for its descriptor, as a stock consumer would. ``timeout`` bounds the whole exchange, but for
+    the look-up of a name.
 
     Raises `EndpointUnreachable`, `DescriptorError`, or `UsageError` for what is no endpoint.
     """
     host, port = split_endpoint(endpoint)
     deadline = time.monotonic() + timeout
     try:
-        with socket.create_connection((host, port), timeout=timeout) as sock:
+        with _connect(host, port, deadline) as sock:
             request = b"{}\n"
             sock.sendall(_HEADER.pack(len(request) + 1) + bytes((METADATA,)) + request)
             header = _read(sock, _HEADER.size + 1, deadline)
@@ -353,6 +366,20 @@ def fetch_descriptor(endpoint: str, timeout: float = 5.0) -> SegmentDescriptor:
             hint="see whether its provider is alive (egmctl status there) and reachable from here",
         ) from error
     return parse_descriptor(data, where=endpoint)
+
+
+def _connect(host: str, port: int, deadline: float) -> socket.socket:
+    failure: OSError = TimeoutError()
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(address)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise failure
 
 
 def _read(sock: socket.socket, nbytes: int, deadline: float) -> bytes:

@@ -206,6 +206,7 @@ class MetadataClient:
         finally:
             if watchdog is not None:
                 watchdog.cancel()
+                watchdog.join()
             connection.close()
         if len(data) > MAX_DESCRIPTOR_BYTES:
             raise MetadataUnreachable(

@@ -132,12 +132,16 @@ class TransferEngineChild:
 
         Raises `TransferEngineStuckError` when not even that ends it in time.
         """
+        deadline = time.monotonic() + timeout
         with self._lock:
             self._stopped = True
             current = self._current
         if current is not None:
             with step("te.stop", pid=current.pid):
                 current.end(timeout)
+                # A start under way ends what it may have begun meanwhile, and begins nothing more.
+                if self._starting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                    self._starting.release()
 
     def _start(self, timeout: float) -> int:
         deadline = time.monotonic() + timeout
@@ -271,7 +275,8 @@ class _Process:
         if self._popen is None:
             return
         # The zombie is kept until the lock is held, so that its pid is nobody else's while a signal is being sent.
-        os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ChildProcessError):  # somebody else in this process reaped it
+            os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
         with self._reaping:
             code = popen.wait()
             self._ended.set()

@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from egmctl import steps
 from egmctl.errors import PreflightError, UsageError
 from egmctl.mooncake.descriptor import (
     MAX_DESCRIPTOR_BYTES,
@@ -309,6 +310,28 @@ def test_closing_leaves_no_thread_and_no_descriptor() -> None:
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     with pytest.raises(EndpointUnreachable):
         fetch_descriptor(server.endpoint)
+
+
+def test_a_close_that_failed_can_be_repeated() -> None:
+    class Failing:
+        def before(self, site: str, detail: dict[str, object]) -> None:
+            if site == "handshake.close":
+                raise OSError("told to fail")
+
+        def after(self, site: str, detail: dict[str, object], error: BaseException | None) -> None:
+            pass
+
+    threads = threading.active_count()
+    server = HandshakeServer("127.0.0.1", 0, lambda: DATA)
+    steps.watch(Failing())
+    try:
+        with pytest.raises(OSError, match="told"):
+            server.close()
+    finally:
+        steps.watch(None)
+    assert fetch_descriptor(server.endpoint) == DESCRIPTOR
+    server.close()
+    assert threading.active_count() == threads
 
 
 def test_a_fixed_port_can_be_used_again_at_once_although_connections_linger() -> None:
