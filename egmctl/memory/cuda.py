@@ -24,7 +24,7 @@ ADDRESS_ALIGNMENT = 16 * MIB
 """Mooncake's slab: its ``cachelib`` allocator takes only multiples of it as bases."""
 
 _HANDLE_TYPES: dict[str, HandleType] = {"cuda-fabric": HandleType.FABRIC, "cuda-posix": HandleType.POSIX_FD}
-_NO_DRIVER, _OUT_OF_MEMORY, _NO_DEVICE, _INVALID_DEVICE = -1, 2, 100, 101
+_INVALID_VALUE, _OUT_OF_MEMORY, _NO_DEVICE, _INVALID_DEVICE = 1, 2, 100, 101
 _NOT_PERMITTED, _NOT_SUPPORTED = 800, 801
 
 
@@ -53,7 +53,7 @@ def _hint(error: CudaError, kind: str) -> str:
         return "this process can open no IMEX channel; `egmctl doctor --for cuda-fabric` says which and how to make one"
     if error.number == _OUT_OF_MEMORY:
         return "free memory on this node, or plan a smaller capacity"
-    if error.number in (_INVALID_DEVICE, _NOT_SUPPORTED):
+    if error.number in (_INVALID_VALUE, _INVALID_DEVICE, _NOT_SUPPORTED):
         return f"this driver gives no {kind} memory there; see `egmctl doctor --for {kind}`"
     return error.hint or f"see `egmctl doctor --for {kind}`"
 
@@ -120,11 +120,13 @@ class CudaChunk:
             raise FailedError("the chunk is released", where=_where(self._spec))
         return linux.view(self._address, self._spec.nbytes)
 
-    def _build(self, prop: AllocationProp, access: Sequence[Location], progress: Callable[[int], None]) -> None:
+    def _build(
+        self, allocate: Callable[[ChunkSpec], int], access: Sequence[Location], progress: Callable[[int], None]
+    ) -> None:
         spec, driver = self._spec, self._driver
         with _explained(_where(spec), self._kind):
             with step("memory.cuda.create", chunk=spec.index):
-                handle = self._handle = driver.mem_create(spec.nbytes, prop)
+                handle = self._handle = allocate(spec)
             with step("memory.cuda.map", chunk=spec.index):
                 driver.mem_map(self._address, spec.nbytes, 0, handle)
                 self._mapped = True
@@ -208,7 +210,7 @@ class CudaProvider:
         access = [Location("device", device) for device in self._devices]
         access.append(Location("host_numa", spec.numa_node))
         try:
-            chunk._build(self._prop(spec.numa_node), access, progress)
+            chunk._build(self._allocate, access, progress)
         except BaseException:
             self.release(chunk)  # raises ReleaseError, with the first failure as its context, when it cannot
             raise
@@ -238,8 +240,20 @@ class CudaProvider:
                     self._ranges.pop()
         self._next = self._end = 0
 
-    def _prop(self, node: int) -> AllocationProp:
-        return AllocationProp(Location("host_numa", node), _HANDLE_TYPES[self.kind], gpu_direct_rdma=self._rdma)
+    def _prop(self, node: int, rdma: bool = False) -> AllocationProp:
+        return AllocationProp(Location("host_numa", node), _HANDLE_TYPES[self.kind], gpu_direct_rdma=rdma)
+
+    def _allocate(self, spec: ChunkSpec) -> int:
+        """With the GPU-direct-RDMA flag where the driver takes it, which the attribute alone does not say: on H200
+        it is 1, and HOST_NUMA memory with the flag is CUDA_ERROR_INVALID_VALUE."""
+        if self._rdma:
+            try:
+                return self._driver.mem_create(spec.nbytes, self._prop(spec.numa_node, rdma=True))
+            except CudaError as error:
+                if error.number not in (_INVALID_VALUE, _NOT_SUPPORTED):
+                    raise
+                self._rdma = False
+        return self._driver.mem_create(spec.nbytes, self._prop(spec.numa_node))
 
     def _take(self, nbytes: int, granularity: int) -> int:
         alignment = max(ADDRESS_ALIGNMENT, granularity)

@@ -72,8 +72,16 @@ def probe(kind: MemoryKind, numa_node: int, *, timeout: float = PROBE_SECONDS) -
         return ProbeResult(kind, numa_node, "failed", text, seconds=seconds)
 
 
-_OUTCOMES = {-1: "no-driver", 2: "out-of-memory", 100: "no-driver", 101: "not-supported", 800: "not-permitted"}
-_OUTCOMES[801] = "not-supported"
+# A granule on a node is well formed, so INVALID_VALUE (1) is the driver's no to the node.
+_OUTCOMES: dict[int, Outcome] = {
+    -1: "no-driver",
+    1: "not-supported",
+    2: "out-of-memory",
+    100: "no-driver",
+    101: "not-supported",
+    800: "not-permitted",
+    801: "not-supported",
+}
 
 
 def attempt(kind: str, node: int) -> dict[str, Any]:

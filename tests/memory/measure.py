@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from egmctl.memory import ChunkSpec, linux, provider_memory
+from egmctl.memory import Chunk, ChunkSpec, linux, provider_memory
 from egmctl.memory.driver import AllocationProp, CudaError, Driver, HandleType, Location, get_driver
 
 GIB = 1 << 30
@@ -39,7 +39,7 @@ def ratio(what: str, ours: Callable[[], float], bare: Callable[[], float], gib: 
 
 def shm_ours(gib: int) -> float:
     memory = provider_memory("shm", total_bytes=gib * GIB)
-    chunks = []
+    chunks: list[Chunk] = []
     took = timed(lambda: chunks.extend(memory.create(ChunkSpec(k, 0, GIB), lambda _: None) for k in range(gib)))
     for chunk in chunks:
         memory.release(chunk)
@@ -66,9 +66,14 @@ def shm_bare(gib: int) -> float:
 
 def posix_ours(gib: int) -> float:
     memory = provider_memory("cuda-posix", total_bytes=gib * GIB)
-    chunks = []
+    chunks: list[Chunk] = []
     took = timed(lambda: chunks.extend(memory.create(ChunkSpec(k, 0, GIB), lambda _: None) for k in range(gib)))
-    release = timed(lambda: [memory.release(chunk) for chunk in chunks])
+
+    def release_all() -> None:
+        for chunk in chunks:
+            memory.release(chunk)
+
+    release = timed(release_all)
     memory.close()
     say("cuda-posix release", seconds_per_gib=round(release / gib, 4))
     return took
@@ -77,7 +82,7 @@ def posix_ours(gib: int) -> float:
 def posix_bare(gib: int) -> float:
     driver = get_driver()
     access = [Location("device", k) for k in range(driver.device_count())] + [Location("host_numa", 0)]
-    prop = AllocationProp(Location("host_numa", 0), HandleType.POSIX_FD, gpu_direct_rdma=True)
+    prop = AllocationProp(Location("host_numa", 0), HandleType.POSIX_FD)
     made: list[tuple[int, int, int]] = []
 
     def loop() -> None:
@@ -109,11 +114,13 @@ def longest_pause(act: Callable[[], object]) -> float:
             gaps.append(now - last)
             last = now
 
-    thread = threading.Thread(target=tick)
+    thread = threading.Thread(target=tick, daemon=True)
     thread.start()
-    act()
-    stop.set()
-    thread.join()
+    try:
+        act()
+    finally:
+        stop.set()
+        thread.join()
     return max(gaps)
 
 
@@ -132,14 +139,18 @@ def batch(driver: Driver) -> None:
         driver.stream_synchronize(stream)
     call = min(timed(lambda: driver.memcpy_batch_async(*ours, stream)) for _ in range(20))
     driver.stream_synchronize(stream)
-    whole = min(
-        timed(lambda: (driver.memcpy_batch_async(*ours, stream), driver.stream_synchronize(stream))) for _ in range(20)
-    )
+
+    def batch_and_wait() -> None:
+        driver.memcpy_batch_async(*ours, stream)
+        driver.stream_synchronize(stream)
+
+    def copy_and_wait() -> None:
+        driver.memcpy_async(hbm, host, size, stream)
+        driver.stream_synchronize(stream)
+
+    whole = min(timed(batch_and_wait) for _ in range(20))
     say("batch of 2048 x 4 KiB", call_us=round(call * 1e6), with_wait_us=round(whole * 1e6))
-    one = min(
-        timed(lambda: (driver.memcpy_async(hbm, host, size, stream), driver.stream_synchronize(stream)))
-        for _ in range(200)
-    )
+    one = min(timed(copy_and_wait) for _ in range(200))
     say("one copy of 4 KiB, with wait", us=round(one * 1e6, 1))
     driver.stream_destroy(stream)
     driver.mem_free(hbm)

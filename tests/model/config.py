@@ -52,6 +52,7 @@ class Config:
     devices: tuple[Device, ...] = (Device("0000:01:00.0", 0), Device("0001:01:00.0", 1))
     attributes: dict[int, int | None] = field(default_factory=dict)
     granularity: int = GRANULARITY
+    rdma: bool = False  # whether HOST_NUMA memory takes the GPU-direct-RDMA flag; two H200 refused it
     fabric: str = "ok"  # or "not-permitted", "not-supported"
     host: str = "host-a"  # fabric memory of another host is out of the CPU's reach
     refuse_nodes: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -96,6 +97,7 @@ class Config:
             "devices": [vars(device) for device in self.devices],
             "attributes": self.attributes,
             "granularity": self.granularity,
+            "rdma": self.rdma,
             "fabric": self.fabric,
             "host": self.host,
             "refuse_nodes": self.refuse_nodes,

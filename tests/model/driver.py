@@ -54,10 +54,11 @@ ERRORS = {
     713: "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
     800: "CUDA_ERROR_NOT_PERMITTED",
     801: "CUDA_ERROR_NOT_SUPPORTED",
+    999: "CUDA_ERROR_UNKNOWN",
 }
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_DEVICE, INVALID_CONTEXT, INVALID_HANDLE = 1, 2, 101, 201, 400
 NOT_READY, ILLEGAL_ADDRESS, ALREADY_REGISTERED, NOT_REGISTERED = 600, 700, 712, 713
-NOT_PERMITTED, NOT_SUPPORTED = 800, 801
+NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN = 800, 801, 999
 
 
 class Refused(Exception):
@@ -261,10 +262,9 @@ class ModelDriver:
     # virtual memory management
 
     def _check_prop(self, prop: AllocationProp) -> None:
-        if prop.location.kind == "device":
-            self._known(prop.location.id)
-        elif prop.location.id not in self.config.nodes:
-            raise Refused(INVALID_DEVICE)
+        on_gpu = prop.location.kind == "device"
+        if prop.location.id not in (range(len(self.config.devices)) if on_gpu else self.config.nodes):
+            raise Refused(INVALID_VALUE)
         if prop.handle_type not in (HandleType.NONE, HandleType.POSIX_FD, HandleType.FABRIC):
             raise Refused(INVALID_VALUE)
 
@@ -285,7 +285,7 @@ class ModelDriver:
             name, number = config.refuse_nodes[node]
             raise CudaError("mem_create", name, number)
         self._check_prop(prop)
-        if nbytes <= 0 or nbytes % config.granularity:
+        if nbytes <= 0 or nbytes % config.granularity or (prop.gpu_direct_rdma and node >= 0 and not config.rdma):
             raise Refused(INVALID_VALUE)
         if prop.handle_type is HandleType.FABRIC and config.fabric != "ok":
             raise Refused(NOT_PERMITTED if config.fabric == "not-permitted" else NOT_SUPPORTED)
@@ -369,8 +369,10 @@ class ModelDriver:
         unit = self.config.granularity
         with self._lock:
             backing = self._backing(handle)
-            if offset != 0 or nbytes <= 0 or nbytes % unit or address % unit or nbytes > backing.nbytes:
+            if nbytes <= 0 or nbytes % unit or address % unit:
                 raise Refused(INVALID_VALUE)
+            if offset != 0 or nbytes > backing.nbytes:
+                raise Refused(NOT_SUPPORTED)
             if not any(start <= address and address + nbytes <= start + n for start, n in self._reservations.items()):
                 raise Refused(INVALID_VALUE)
             if self._inside(address, nbytes):
@@ -394,7 +396,8 @@ class ModelDriver:
                 raise Refused(INVALID_VALUE)
             for location in locations:
                 if location.kind == "device":
-                    self._known(location.id)
+                    if not 0 <= location.id < len(self.config.devices):
+                        raise Refused(INVALID_VALUE)
                 elif any(one.backing.node < 0 or one.backing.host != self.config.host for one in found):
                     raise Refused(NOT_SUPPORTED)
             for one in found:
@@ -426,13 +429,13 @@ class ModelDriver:
             if backing is None or backing.handle_type != HandleType.POSIX_FD:
                 if backing is not None:
                     backing.close()
-                raise Refused(INVALID_VALUE)
+                raise Refused(UNKNOWN)
             return self._new_handle(backing)
 
     @call
     def import_fabric(self, handle: bytes) -> int:
         if self.config.fabric != "ok":
-            raise Refused(NOT_PERMITTED if self.config.fabric == "not-permitted" else NOT_SUPPORTED)
+            raise Refused(NOT_SUPPORTED)  # what the real one said without an IMEX channel, whatever its manual says
         with self._lock:
             backing = Backing.from_fabric(self.config.directory, handle)
             if backing is None:
@@ -527,9 +530,11 @@ class ModelDriver:
                 if start <= address < start + nbytes:
                     return PointerInfo(MemoryType.DEVICE, device, start, nbytes)
             for one in self._inside(address, 1):
+                # the range is the whole reservation, not the part of it that is mapped
+                start, size = next((s, n) for s, n in self._reservations.items() if s <= address < s + n)
                 if one.backing.node < 0:
-                    return PointerInfo(MemoryType.DEVICE, 0, one.address, one.nbytes)
-                return PointerInfo(MemoryType.HOST, None, one.address, one.nbytes)
+                    return PointerInfo(MemoryType.DEVICE, 0, start, size)
+                return PointerInfo(MemoryType.HOST, None, start, size)
             for start, nbytes in {**self._registered, **self._host_allocations}.items():
                 if start <= address < start + nbytes:
                     return PointerInfo(MemoryType.HOST, None, start, nbytes)
