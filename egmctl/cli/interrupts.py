@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
@@ -47,6 +48,7 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
-        if self._count == 1:
-            self._output.note(f"{signal.Signals(number).name}: {self._then}; once more stops at once")
+        if self._count == 1 and not self._output.quiet:
+            # Not through the stream: it may be in the middle of a write of its own, and is not reentrant.
+            os.write(2, f"{signal.Signals(number).name}: {self._then}; once more stops at once\n".encode())
         raise KeyboardInterrupt

@@ -144,8 +144,12 @@ def _trace(output: Output, error: Exception) -> None:
 
 
 def _tolerate_any_text() -> None:
-    """A name this terminal cannot show is escaped rather than fatal."""
-    for stream in (sys.stdout, sys.stderr):
+    """A name this terminal cannot show is escaped rather than fatal; a stream that was closed swallows what it gets."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process lives
+            continue
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")

@@ -54,10 +54,13 @@ class Progress:
     def __call__(self, event: ProgressEvent) -> None:
         if self._output.quiet:
             return
-        if self._bar is not None:
-            self._draw(self._bar, event)
-        else:
-            self._print(event)
+        try:
+            if self._bar is not None:
+                self._draw(self._bar, event)
+            else:
+                self._print(event)
+        except OSError:
+            self._output.quiet = True  # nobody watches any more: no reason to fail the work
 
     def _draw(self, bar: Bar, event: ProgressEvent) -> None:
         if event.stage != self._stage or self._task is None:

@@ -63,6 +63,9 @@ class ControlClient:
             while True:
                 try:
                     answer = self._reader.read(timeout)
+                    if answer is not None and answer.get("event") == "progress":
+                        progress(ProgressEvent.from_document(answer))
+                        continue
                 except KeyboardInterrupt:
                     if asked_to_stop:
                         raise
@@ -71,12 +74,10 @@ class ControlClient:
                     continue
                 if answer is None:
                     raise AgentGone(f"the agent ended during {operation}", where=str(self.path), hint="see its log")
-                if answer.get("event") == "progress":
-                    progress(ProgressEvent.from_document(answer))
-                elif answer.get("ok") is True:
+                if answer.get("ok") is True:
                     result = answer.get("result")
                     return result if isinstance(result, dict) else {}
-                elif "ok" in answer:
+                if "ok" in answer:
                     raise messages.error_from_document(answer.get("error"))
         except TimeoutError as error:
             raise FailedError(

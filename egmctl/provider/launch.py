@@ -94,6 +94,9 @@ def _follow(pool: str, paths: Paths, sock: socket.socket, progress: Progress) ->
     while True:
         try:
             message = reader.read(None)
+            if message is not None and message.get("event") == "progress":
+                progress(ProgressEvent.from_document(message))
+                continue
         except KeyboardInterrupt:
             if asked_to_stop:
                 raise
@@ -104,12 +107,10 @@ def _follow(pool: str, paths: Paths, sock: socket.socket, progress: Progress) ->
             message = None
         if message is None:
             raise _died(pool, paths, progress)
-        if message.get("event") == "progress":
-            progress(ProgressEvent.from_document(message))
-        elif message.get("ok") is True:
+        if message.get("ok") is True:
             result = message.get("result")
             return result if isinstance(result, dict) else {}
-        elif "ok" in message:
+        if "ok" in message:
             raise messages.error_from_document(message.get("error"))
 
 

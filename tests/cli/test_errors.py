@@ -90,6 +90,16 @@ def test_a_full_disk_behind_stdout_is_said() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+def test_closed_streams_are_no_defect(closed: str) -> None:
+    redirections = " ".join(f"{fd}>&-" for fd in closed.split())
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -m egmctl topology {redirections}', sys.executable], capture_output=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert b"Traceback" not in done.stderr
+
+
 GARBAGE = [
     ("plan", "/dev/null"),
     ("plan", "/"),
