@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from egmctl.mooncake.codec import (
+from egmctl.mooncake.codec import decode
+from egmctl.mooncake.errors import CodecError
+from egmctl.mooncake.literals import (
     Array,
-    CodecError,
     Expected,
     Map,
     Optional,
@@ -22,7 +23,6 @@ from egmctl.mooncake.codec import (
     Struct,
     Type,
     Variant,
-    decode,
     parse_literal,
 )
 

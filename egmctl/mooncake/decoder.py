@@ -14,10 +14,11 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from egmctl.mooncake.codec import (
+from egmctl.mooncake.codec import Failure
+from egmctl.mooncake.errors import CodecError
+from egmctl.mooncake.literals import (
     Array,
     Expected,
-    Failure,
     Map,
     Optional,
     Scalar,
@@ -30,7 +31,6 @@ from egmctl.mooncake.codec import (
     minimum_size,
     parse_literal,
 )
-from egmctl.mooncake.errors import CodecError
 
 __all__ = ["Decoder", "decoder"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from egmctl.errors import FailedError
 
 if TYPE_CHECKING:
-    from egmctl.mooncake.link import Reply
+    from egmctl.mooncake.reply import Reply
 
 __all__ = [
     "ERROR_NAMES",

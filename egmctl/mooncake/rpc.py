@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from egmctl.errors import UsageError
 from egmctl.mooncake.errors import MasterUnreachable
-from egmctl.mooncake.link import MAX_BODY, Link, NotSent, Reply, function_id
+from egmctl.mooncake.link import MAX_BODY, Link, NotSent, function_id
+from egmctl.mooncake.reply import Reply
 from egmctl.steps import step
 
 __all__ = ["Reply", "RpcConnection", "function_id", "parse_address"]

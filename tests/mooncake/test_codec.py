@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from egmctl.mooncake import codec
-from egmctl.mooncake.codec import (
+from egmctl.mooncake.codec import CodecError, Failure, build, decode, read_frame, write_message
+from egmctl.mooncake.decoder import decoder
+from egmctl.mooncake.link import function_id
+from egmctl.mooncake.literals import (
     Array,
-    CodecError,
     Expected,
-    Failure,
     Map,
     Optional,
     Scalar,
@@ -26,14 +27,9 @@ from egmctl.mooncake.codec import (
     Type,
     Variant,
     Void,
-    build,
-    decode,
+    minimum_size,
     parse_literal,
-    read_frame,
-    write_message,
 )
-from egmctl.mooncake.decoder import decoder
-from egmctl.mooncake.link import function_id
 from tests.support.reference_codec import Damaged, literal_of, reference_decode
 
 FRAMES = [
@@ -297,7 +293,7 @@ LEAVES = st.sampled_from([Scalar(f) for f in "iIqQbBhH?cfd"] + [Text(), Text()])
 
 
 def _grown(children: st.SearchStrategy[Type]) -> st.SearchStrategy[Type]:
-    sized = children.filter(lambda kind: codec.minimum_size(kind) > 0)
+    sized = children.filter(lambda kind: minimum_size(kind) > 0)
     return st.one_of(
         st.lists(children | st.just(Void()), min_size=1, max_size=5).map(lambda kinds: Struct(tuple(kinds))),
         st.lists(children, min_size=1, max_size=4).map(lambda kinds: Variant(tuple(kinds))),

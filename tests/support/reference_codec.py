@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from egmctl.mooncake.codec import (
+from egmctl.mooncake.codec import Failure
+from egmctl.mooncake.literals import (
     Array,
     Expected,
-    Failure,
     Map,
     Optional,
     Scalar,

@@ -1,0 +1,115 @@
+"""How a call is made: arguments to a body, the body over the connection, the answer to a value or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+from egmctl.mooncake.calls import read_answer
+from egmctl.mooncake.codec import Failure, build
+from egmctl.mooncake.errors import CodecError, MasterRefused
+from egmctl.mooncake.reply import Reply
+from egmctl.mooncake.rpc import RpcConnection
+
+__all__ = ["BOOL", "I32", "U64", "Caller", "arguments", "nothing", "same", "vector"]
+
+T = TypeVar("T")
+S = TypeVar("S", bound="Caller")
+
+U64: Final = b"\x04"
+I32: Final = b"\x01"
+BOOL: Final = b"\x0b"
+
+
+def arguments(*literals: bytes) -> bytes:
+    return b"\xfd" + b"".join(literals) + b"\xff"
+
+
+def vector(literal: bytes) -> bytes:
+    return b"\x84" + literal
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def nothing(value: Any) -> None:
+    return None
+
+
+class Caller:
+    """One Master, one connection. ``timeout`` is the default for each call, in seconds."""
+
+    def __init__(self, address: str, *, timeout: float = 5.0, tenant_id: str = "default") -> None:
+        self.address = address
+        self.tenant_id = tenant_id
+        self.rpc = RpcConnection(address, timeout=timeout)
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection; calls under way fail with `MasterLost`."""
+        self.rpc.close()
+
+    @property
+    def epoch(self) -> int:
+        """0 before the first connection, and one more each time the connection was made (anew)."""
+        return self.rpc.epoch
+
+    def connected(self) -> bool:
+        """Whether the connection stands and the Master has not closed it. Does not wait and does not connect."""
+        return self.rpc.connected()
+
+    def _submit(
+        self,
+        call: str,
+        literal: bytes,
+        value: Any,
+        answer: bytes,
+        convert: Callable[[Any], T],
+        timeout: float | None,
+        subject: str | bytes = "",
+    ) -> Reply[T]:
+        def read(body: bytes) -> T:
+            got = read_answer(call, answer, body)
+            if isinstance(got, Failure):
+                raise MasterRefused(call, got.code, where=self.address, subject=_printable(subject))
+            return convert(got)
+
+        return self.rpc.submit(call, build(literal, value) if literal else b"", timeout, read)
+
+    def _batch(
+        self,
+        call: str,
+        literal: bytes,
+        value: Any,
+        answer: bytes,
+        convert: Callable[[Any], T],
+        timeout: float | None,
+        keys: Sequence[str | bytes],
+    ) -> Reply[list[T | Failure]]:
+        count = len(keys)
+        wanted = b"\x84" + answer
+
+        def read(body: bytes) -> list[T | Failure]:
+            got = read_answer(call, wanted, body)
+            if len(got) != count:
+                raise CodecError(f"{call}: {len(got)} answers to {count} keys", where=self.address)
+            if convert is same:
+                return got  # type: ignore[no-any-return]
+            return [item if isinstance(item, Failure) else convert(item) for item in got]
+
+        return self.rpc.submit(call, build(literal, value), timeout, read)
+
+
+def _printable(subject: str | bytes) -> str:
+    """A key as a message may show it: short, on one line, whatever bytes it has."""
+    if not subject:
+        return ""
+    text = subject.decode("utf-8", "backslashreplace") if isinstance(subject, bytes) else subject
+    shown = "".join(c if c.isprintable() else "?" for c in text[:80])
+    return shown + "..." if len(text) > 80 else shown
