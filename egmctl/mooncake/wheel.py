@@ -85,9 +85,10 @@ _known: WheelInfo | None = None
 
 
 def wheel_info(*, timeout: float = 20.0, refresh: bool = False) -> WheelInfo:
-    """What the installed wheel is and can do. The first call starts a child process; later ones cost nothing."""
+    """What the installed wheel is and can do. The first call starts a child process; later ones cost nothing, unless
+    the wheel could not be used: then it is looked at again."""
     global _known
-    if _known is None or refresh:
+    if _known is None or refresh or not _known.importable:
         _known = _probe(timeout)
     return _known
 
