@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from egmctl.mooncake.admin import SegmentRow
     from egmctl.provider.pool import Pool
 
-__all__ = ["bytes_in_use", "foreign_segments", "list_segments"]
+__all__ = ["bytes_in_use", "first_chunk_listed", "foreign_segments", "list_segments"]
+
+_NODES = 64
+"""NUMA nodes asked about: more than any host has that lends memory from nodes with CPUs."""
 
 
 def list_segments(pool: Pool) -> list[SegmentRow] | None:
@@ -38,6 +41,24 @@ def foreign_segments(pool: Pool) -> list[str] | None:
     record = pool.record_now()
     ours = {row.id for row in record.live_segments}
     return [row.name for row in rows if row.te_endpoint == record.endpoint and row.segment_id not in ours]
+
+
+def first_chunk_listed(pool: Pool) -> bool:
+    """Whether the Master knows the first chunk of another pool under our endpoint: every pool names one
+    ``endpoint/numaN/0``. Raises what the Master answers."""
+    from egmctl.mooncake.master import MasterClient
+
+    record = pool.record_now()
+    ours = {row.name for row in record.live_segments}
+    with MasterClient(record.master, timeout=pool.timing.rpc_timeout) as client:
+        for node in range(_NODES):
+            name = f"{record.endpoint}/numa{node}/0"
+            if name in ours:
+                continue
+            with step("provider.listing.first_chunk", name=name):
+                if client.query_segment_status(name) is not None:
+                    return True
+    return False
 
 
 def bytes_in_use(pool: Pool) -> int | None:

@@ -11,7 +11,7 @@ from egmctl.errors import CleanupPendingError, FailedError
 from egmctl.ledger import is_running, start_time
 from egmctl.provider import segments
 from egmctl.provider.heartbeat import Heartbeat
-from egmctl.provider.listing import foreign_segments
+from egmctl.provider.listing import first_chunk_listed, foreign_segments
 from egmctl.steps import step
 
 if TYPE_CHECKING:
@@ -139,8 +139,9 @@ class Publication:
     def _establish_exclusive(pool: Pool) -> None:
         """Find out whether the Master may still list a dead owner's segments under our endpoint.
 
-        A key with our nonce in it is ours alone. Else the listing tells; else the time since we took the endpoint
-        (for a fixed port, which an earlier agent may have used, that time is waited for).
+        A key with our nonce in it is ours alone. Else the listing tells. Without one, a port that the kernel chose is
+        fresh unless the Master knows a first chunk there by name; a fixed port, which an earlier agent may have used,
+        is ours once the Master's expiry has passed since we took it.
         """
         record = pool.record_now()
         if record.exclusive or pool.live is None:
@@ -173,7 +174,8 @@ class Publication:
                     text="waiting until a segment of an earlier agent on this port can no longer be listed "
                     "(master_admin_addr in the spec saves this)",
                 )
-            exclusive = foreign is not None or time.monotonic() >= until
+            fresh = not pool.fixed_port and not first_chunk_listed(pool)
+            exclusive = foreign is not None or fresh or time.monotonic() >= until
         if exclusive:
             with pool.record("endpoint is ours alone") as ledger:
                 ledger.set_pool(exclusive=1)
