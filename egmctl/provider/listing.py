@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from egmctl.errors import EgmError
+from egmctl.steps import step
 
 if TYPE_CHECKING:
     from egmctl.mooncake.admin import SegmentRow
