@@ -41,6 +41,7 @@ class Heartbeat:
         self._pulse = Pulse()
         self._settled = 0.0
         self._paused = False
+        self._turned = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -67,6 +68,10 @@ class Heartbeat:
         with self._mutex:
             return self._pulse
 
+    def quiet_for(self) -> float:
+        """Seconds since the thread last came round: short as long as it lives, whatever the Master does."""
+        return time.monotonic() - self._turned
+
     def settled(self) -> None:
         """The segments were mounted just now: what pings sent before this moment said of them is history."""
         with self._mutex:
@@ -76,6 +81,7 @@ class Heartbeat:
     def _run(self) -> None:
         due = time.monotonic()
         while not self._ended.wait(max(0.0, due - time.monotonic())):
+            self._turned = time.monotonic()
             with self._gate:
                 if not self._paused:
                     self._ping()

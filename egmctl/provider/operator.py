@@ -60,6 +60,8 @@ class Operator(threading.Thread):
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._mutex = threading.Lock()
         self._job: Job | None = None
+        self.last_turn = time.monotonic()
+        """When the worker last took up something (monotonic clock); between turns a task's ``last_sign`` tells."""
 
     def submit(self, job: Job) -> Job:
         """Raises `BusyError`, which says what is under way, unless the worker is free (tending gives way)."""
@@ -88,6 +90,7 @@ class Operator(threading.Thread):
     def run(self) -> None:
         failed = 0.0
         while True:
+            self.last_turn = time.monotonic()
             try:
                 job = self._queue.get(timeout=TICK)
             except queue.Empty:

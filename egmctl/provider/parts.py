@@ -37,7 +37,8 @@ class Live:
 
     ``accountable`` are nodes whose free memory showed the allocation (in some virtual machines it does not), so that it
     can be expected to show the release. ``bound_at`` is when this incarnation took its endpoint, ``quiet_until`` when
-    no reader can hold a lease on an earlier location any more (both on the monotonic clock).
+    no reader can hold a lease on an earlier location any more (both on the monotonic clock). ``health`` is the URL of
+    the health endpoint, if there is one.
     """
 
     memory: ProviderMemory | None = None
@@ -55,4 +56,5 @@ class Live:
     heartbeat: Heartbeat | None = None
     quiet_until: float = 0.0
     drain_until: float | None = None
+    health: str | None = None
     sharing: bool = False

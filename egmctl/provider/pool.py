@@ -24,6 +24,7 @@ from egmctl.planning import Plan
 from egmctl.planning.addresses import parse_local_hostname
 from egmctl.provider import masters
 from egmctl.provider.master_link import MasterLink
+from egmctl.provider.meters import Meters
 from egmctl.provider.parts import Live
 from egmctl.provider.probe import probe
 from egmctl.provider.rescue import rescue, rescue_path
@@ -61,6 +62,7 @@ class Pool:
         self.live = live
         self.timing = timing or Timing(check_interval=min(10.0, max(0.5, plan.lease_ttl)))
         self.task = Task("start")
+        self.meters = Meters()
         self.grace = 0.0
         self.warnings: list[str] = list(plan.warnings)
         self._links: dict[str, MasterLink] = {}
@@ -184,7 +186,8 @@ class Pool:
         try:
             self._forwards(MOUNT)
             task.tell("probe", "putting and getting one block")
-            probe(self)
+            with self.meters.stage("probe", "do"):
+                probe(self)
             self.set_state("ready")
         except BaseException as error:
             self._back(MOUNT, error)
@@ -230,7 +233,8 @@ class Pool:
         for stage in stages:
             self.task.checkpoint()
             try:
-                stage.do(self)
+                with self.meters.stage(stage.name, "do"):
+                    stage.do(self)
             except EgmError as error:
                 if not error.where:
                     error.where = f"pool {self.name}, {stage.name}"
@@ -245,10 +249,12 @@ class Pool:
     def _back(self, stages: Sequence[Stage], cause: BaseException | None = None, *, shielded: bool = True) -> None:
         """Undo from the last stage to the first; stop at the first that has to stay, and say so in the ledger."""
         self.task.shielded = shielded
+        self.meters.count("cleanups" if cause is None else "rollbacks")
         try:
             for stage in reversed(stages):
                 self.task.checkpoint()
-                stage.undo(self)
+                with self.meters.stage(stage.name, "undo"):
+                    stage.undo(self)
         except Exception as error:
             raise self._pending(stage, error, cause) from (cause or error)
         finally:

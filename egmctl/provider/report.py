@@ -60,6 +60,7 @@ def live_report(pool: Pool, task: Task | None) -> dict[str, Any]:
     }
     live = pool.live
     if live is not None:
+        report["health"] = live.health
         if live.engine is not None:
             report["te_child"] = {
                 "pid": live.engine.pid,

@@ -33,9 +33,12 @@ class Task:
     hurried: Callable[[], bool] = _never
     since: float = field(default_factory=time.time)
     shielded: bool = False
+    last_sign: float = field(default_factory=time.monotonic)
+    """When this work last showed that it goes on (monotonic clock)."""
 
     def tell(self, stage: str, text: str, done: int = 0, total: int = 0, unit: str = "") -> None:
         """Report progress; a watcher that is gone never fails the work."""
+        self.last_sign = time.monotonic()
         try:
             self.progress(ProgressEvent(stage, text, done, total, unit))
         except Exception:  # the pipe or socket of whoever watched is closed: its end is noticed by `cancelled`
@@ -43,6 +46,7 @@ class Task:
 
     def checkpoint(self) -> None:
         """Raise `Cancelled` when it is time to stop."""
+        self.last_sign = time.monotonic()
         if not self.shielded and self.cancelled():
             raise Cancelled(f"{self.name} was stopped on request", where=self.who)
 

@@ -134,7 +134,9 @@ class Tender:
                 unanswered = [row for row in record.live_segments if row.state == "mounting"]
                 segments.settle_unanswered(pool, link, unanswered)
             rows = [row for row in pool.record_now().live_segments if row.chunk in wanted and row.state != "mounting"]
-            segments.offer(pool, sorted(wanted), instead_of=rows)
+            with pool.meters.stage("remount", "do"):
+                segments.offer(pool, sorted(wanted), instead_of=rows)
+            pool.meters.count("remounts", len(wanted))
         except Cancelled:
             raise
         except LedgerWriteError as error:
@@ -190,6 +192,7 @@ class Tender:
             except EgmError as error:
                 return f"the Transfer Engine child died and could not be replaced yet: {error.message}"
             Engine.note(pool)
+            pool.meters.count("engine_restarts")
             self._engine_since = None
             self._probe_due = True
             return ""
