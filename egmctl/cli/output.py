@@ -76,7 +76,7 @@ class Output:
         if wants_colour(stream):
             _rich_table(stream, headings, cells, right)
             return
-        grid = [[heading.upper() for heading in headings], *cells]
+        grid = [list(headings), *cells]
         widths = [max(len(row[column]) for row in grid) for column in range(len(headings))]
         for row in grid:
             padded = [

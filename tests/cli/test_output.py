@@ -106,12 +106,12 @@ def test_with_json_everything_for_a_person_goes_to_stderr(capsys: pytest.Capture
     output.emit("status", {"pools": []}, lambda: output.line("not said"))
     seen = capsys.readouterr()
     assert seen.out == '{\n  "schema": "egmctl/status/1",\n  "pools": []\n}\n'
-    assert seen.err == "for a person\nA\nb\n"
+    assert seen.err == "for a person\na\nb\n"
 
 
 def test_a_plain_table_aligns_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
     Output().table(("pool", "bytes"), [("dev", 5), ("production", 1000)], right=(1,))
-    assert capsys.readouterr().out == "POOL        BYTES\ndev             5\nproduction   1000\n"
+    assert capsys.readouterr().out == "pool        bytes\ndev             5\nproduction   1000\n"
 
 
 def test_a_plan_is_shown_saved_and_refused_where_a_spec_is_wanted(

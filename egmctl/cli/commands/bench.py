@@ -40,6 +40,13 @@ def run(
         list[str] | None,
         typer.Option("--path", metavar="PATH", help="direct or stock; may be given again.  [default: both]"),
     ] = None,
+    count: Annotated[
+        int | None, typer.Option("--count", metavar="N", min=1, help="Objects a result.  [default: 8 to 256, by size]")
+    ] = None,
+    device: Annotated[
+        int | None,
+        typer.Option("--device", metavar="INDEX", min=0, help="Direct copies from and to this GPU's memory."),
+    ] = None,
     baseline: Annotated[
         Path | None, typer.Option("--baseline", metavar="FILE", help="Compare with this run, saved with --json.")
     ] = None,
@@ -65,35 +72,40 @@ def run(
         document = run_bench(
             known_name(pool),
             output.paths,
-            ops=operations,
+            operations=operations,
             blocks=blocks,
-            paths_=_words(path),
+            routes=_words(path),
+            device=device,
+            count=count,
             baseline=baseline,
             progress=progress,
         )
-    output.emit("bench", document, lambda: _show(output, document["results"]))
+    output.emit("bench", document, lambda: _show(output, document))
 
 
 def _words(values: Sequence[str] | None) -> list[str]:
     return [word.strip() for value in values or () for word in value.split(",")]
 
 
-def _show(output: Output, results: Sequence[Mapping[str, Any]]) -> None:
-    output.table(
-        ("operation", "path", "block", "blocks", "GB/s p50", "us p50", "us p99", "us max", "errors"),
-        [
-            (
-                result["operation"],
-                result["path"],
-                format_size(result["block_bytes"]),
-                result["blocks"],
-                f"{result['gbps']['p50']:.2f}",
-                f"{result['latency_us']['p50']:.0f}",
-                f"{result['latency_us']['p99']:.0f}",
-                f"{result['latency_us']['max']:.0f}",
-                result["errors"],
-            )
-            for result in results
-        ],
-        right=range(2, 9),
-    )
+def _show(output: Output, document: Mapping[str, Any]) -> None:
+    results = document["results"]
+    compared = any("against_baseline" in result for result in results)
+    rows = []
+    for result in results:
+        latency = result["latency_us"]
+        row = [result["operation"], result["path"], format_size(result["block_bytes"]), result["blocks"]]
+        row += [f"{result['gbps']['p50']:.2f}", *(f"{latency[name]:.0f}" for name in ("p50", "p99", "max"))]
+        row += ["-" if result["first_use_us"] is None else f"{result['first_use_us']:.0f}", result["errors"]]
+        if compared:
+            row.append(f"{result['against_baseline']:.2f}x" if "against_baseline" in result else "-")
+        rows.append(row)
+    headings = ["op", "path", "block", "count", "GB/s p50", "us p50", "us p99", "us max", "us first", "errors"]
+    if compared:
+        headings.append("to baseline")
+    output.table(headings, rows, right=range(2, len(headings)))
+    output.line()
+    for ratio in document["ratios"]:
+        times = f"{ratio['direct_over_stock']:.2f} times as fast direct as stock"
+        output.line(f"{ratio['operation']} of {format_size(ratio['block_bytes'])}: {times}")
+    for skipped in document["skipped"]:
+        output.line(f"{skipped['path']}: skipped, {skipped['reason']}")

@@ -31,7 +31,8 @@ def run(
     context: typer.Context,
     pool: Annotated[str, typer.Argument(metavar="POOL", help="A mounted pool.")],
     level: Annotated[
-        Level, typer.Option("--level", help="quick: one object a chunk; full: odd and large ones; soak: full, for a minute.")
+        Level,
+        typer.Option("--level", help="quick: one object a chunk; full: odd and large ones; soak: a minute of that."),
     ] = Level.quick,
 ) -> int:
     """Write and read back through a pool, and compare its records.
