@@ -177,10 +177,10 @@ class CudaProvider:
         self.kind: MemoryKind = kind
         self.warnings: list[str] = []
         self._driver = driver_or_refuse(kind)
-        self._devices = tuple(range(self._driver.device_count()) if devices is None else devices)
-        self._rdma = all(
-            self._driver.attribute(device, Attribute.GPU_DIRECT_RDMA_WITH_CUDA_VMM) == 1 for device in self._devices
-        )
+        with _explained(f"memory kind {kind}", kind):
+            self._devices = tuple(range(self._driver.device_count()) if devices is None else devices)
+            flag = Attribute.GPU_DIRECT_RDMA_WITH_CUDA_VMM
+            self._rdma = all(self._driver.attribute(device, flag) == 1 for device in self._devices)
         self._total_bytes = total_bytes
         self._hint = address_hint
         self._chunks: list[CudaChunk] = []

@@ -1,4 +1,4 @@
-"""Prints what the contract suite saw on the model and on the real driver, side by side, where both ran."""
+"""Prints how many driver calls were made to fail, and the contract suite's two sides where both ran."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from typing import Any
 
 import pytest
 
-Seen = tuple[str, str, str, str]  # case, side, what it saw, why the real driver may differ
 
-
-def _observations(terminalreporter: Any) -> list[tuple[Seen, bool]]:
-    found: list[tuple[Seen, bool]] = []
+def _properties(terminalreporter: Any, name: str) -> list[tuple[Any, bool]]:
+    """What tests recorded under a name, and whether they passed."""
+    found: list[tuple[Any, bool]] = []
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport) and report.when == "call":
-                values: list[Any] = [value for key, value in report.user_properties if key == "contract"]
-                found.extend((tuple(value), report.passed) for value in values)
+                found.extend((value, report.passed) for key, value in report.user_properties if key == name)
     return found
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for sites, _ in _properties(terminalreporter, "fault sites"):
+        phases = ", ".join(f"{phase} {count}" for phase, count in sites.items())
+        terminalreporter.write_line(f"driver calls made to fail, one run each: {sum(sites.values())} ({phases})")
     rows: dict[str, dict[str, str]] = {}
     reasons: dict[str, str] = {}
-    for (name, side, seen, why), passed in _observations(terminalreporter):
+    for (name, side, seen, why), passed in _properties(terminalreporter, "contract"):
         rows.setdefault(name, {})[side] = seen + ("" if passed else "  (FAILED)")
         if why:
             reasons[name] = why

@@ -1,4 +1,4 @@
-"""Rates of creating memory against a bare loop of the same calls: ``python -m tests.memory.measure [GIB]``.
+"""Rates of creating memory against a bare loop of the same calls: ``python -m tests.memory.measure [GIB [--no-shm]]``.
 
 Each pair is run in turn, twice, after a first round that is left out. Prints one JSON line a figure.
 """
@@ -159,7 +159,8 @@ def batch(driver: Driver) -> None:
 
 def main() -> int:
     gib = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    ratio("shm populate", lambda: shm_ours(gib), lambda: shm_bare(gib), gib)
+    if "--no-shm" not in sys.argv:
+        ratio("shm populate", lambda: shm_ours(gib), lambda: shm_bare(gib), gib)
     try:
         driver = get_driver()
     except CudaError as error:
