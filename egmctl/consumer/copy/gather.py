@@ -17,7 +17,7 @@ from typing import Any
 from egmctl.consumer.copy.arrays import DeviceArray, HostArray, Numbers, as_numbers
 from egmctl.consumer.copy.completion import Finished, Submitted
 from egmctl.consumer.copy.copier import abandon
-from egmctl.consumer.copy.jobs import EntryJob, Kernels, Order, Range
+from egmctl.consumer.copy.jobs import BINS, EntryJob, Kernels, Order, Range
 from egmctl.consumer.copy.options import CopyOptions, OrderMode
 from egmctl.consumer.copy.pool import Borrowed, DevicePool
 from egmctl.consumer.errors import InvalidRequest
@@ -181,9 +181,8 @@ class GpuGatherer:
             mode == "auto" and (entry_bytes >= ORDER_BELOW or span <= ORDER_SPAN or count < ORDER_COUNT)
         ):
             return None
-        counts = borrowed.counts()
-        starts = borrowed.counts()
-        return Order(counts, starts, borrowed.scratch(4 * count), borrowed.scratch(16 * count), span)
+        starts = borrowed.scratch(4 * (BINS + 1))
+        return Order(borrowed.counts(), starts, borrowed.scratch(4 * count), borrowed.scratch(16 * count), span)
 
     def prepare(self) -> None:
         """Compile and load the kernels for every device now, which the first gather does otherwise."""

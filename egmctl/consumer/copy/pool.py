@@ -23,7 +23,7 @@ __all__ = ["Block", "Borrowed", "DevicePool", "ErrorWord"]
 _SMALLEST = 4 * KIB
 _KEEP_FREE = 256 * MIB  # free blocks beyond this are given back to the driver
 _WORDS = 128
-_COUNTS_BYTES = 2 * 4 * (BINS + 1)
+_COUNTS_BYTES = 4 * (BINS + 1)
 
 
 class Block(NamedTuple):
@@ -84,7 +84,7 @@ class Borrowed:
         return block.address
 
     def counts(self) -> int:
-        """``2 * (BINS + 1)`` 32-bit words on the device, zero; the kernels leave them so."""
+        """``BINS + 1`` 32-bit words on the device, zero; the kernels leave them so."""
         block = self.pool.take_block(_COUNTS_BYTES, "counts")
         self.blocks.append(block)
         return block.address
