@@ -140,8 +140,14 @@ class RpcConnection:
                 if link.alive():
                     return link
                 link.fail("the Master closed the connection")
-            with step("mooncake.rpc.connect", address=self.address):
-                sock = self._connect(deadline)
+            sock: socket.socket | None = None
+            try:
+                with step("mooncake.rpc.connect", address=self.address):
+                    sock = self._connect(deadline)
+            except BaseException:
+                if sock is not None:
+                    sock.close()
+                raise
             self._epoch += 1
             link = self._link = Link(sock, self.address, self._epoch)
         finally:
