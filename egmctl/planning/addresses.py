@@ -8,7 +8,14 @@ from urllib.parse import urlsplit
 
 from egmctl.errors import UsageError
 
-__all__ = ["check_pairing", "is_loopback", "parse_endpoint", "parse_local_hostname", "parse_metadata_server"]
+__all__ = [
+    "check_pairing",
+    "is_loopback",
+    "parse_endpoint",
+    "parse_listen_address",
+    "parse_local_hostname",
+    "parse_metadata_server",
+]
 
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)", re.ASCII)
 _PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
@@ -75,6 +82,24 @@ def parse_local_hostname(text: str) -> tuple[str, int | None]:
     host, port = _split(text, "local_hostname")
     _check_host(host, "local_hostname", text)
     return host, None if port is None else _check_port(port, "local_hostname", text)
+
+
+def parse_listen_address(text: str, *, name: str) -> tuple[str, int]:
+    """``host:port`` to listen at: port 0 takes a free one, no host is loopback, and an unspecified one (``0.0.0.0``)
+    all of this machine's. Raises `UsageError`."""
+    host, port = _split(text, name)
+    if port is None or not _PORT.fullmatch(port) or int(port) > 65535:
+        raise UsageError(
+            f"{name} = {text[:80]!r} is not host:port",
+            hint="write an address of this machine and a port, such as 127.0.0.1:9105 (port 0: a free one)",
+        )
+    try:
+        unspecified = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        unspecified = False
+    if host and not unspecified:
+        _check_host(host, name, text)
+    return host or "127.0.0.1", int(port)
 
 
 def parse_metadata_server(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from egmctl.errors import PreflightError, UsageError
+from egmctl.planning.addresses import is_loopback, parse_listen_address
 from egmctl.planning.arithmetic import DESCRIPTOR_LIMIT, alignment_of, descriptor_bytes, shares
 from egmctl.planning.capacity import check_capacity
 from egmctl.planning.plan import Plan, PlanNode, cut_chunks
@@ -99,8 +100,15 @@ def make_plan(
         client_expiry=pool.client_expiry,
         mooncake=spec.mooncake,
         sources=tuple(sources),
-        warnings=topology.warnings,
+        warnings=topology.warnings + _open_health(pool.health_addr),
+        health_addr=pool.health_addr,
     )
+
+
+def _open_health(address: str | None) -> tuple[str, ...]:
+    if address is None or is_loopback(parse_listen_address(address, name="health_addr")[0]):
+        return ()
+    return (f"health_addr = {address!r} is open to other hosts: whoever reaches it learns the pool's state and sizes",)
 
 
 def _wish(spec: str | tuple[int, ...], numa: str | Sequence[int] | None) -> str | tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from egmctl.errors import FailedError, UsageError
 from egmctl.memory.base import ChunkSpec, MemoryKind
+from egmctl.planning.addresses import parse_listen_address
 from egmctl.planning.arithmetic import SLAB, cut, shares
 from egmctl.planning.spec import KINDS, MooncakeSpec, Spec, check_pool_name, parse_mooncake, spec_from_toml
 from egmctl.topology.bdf import Bdf
@@ -46,7 +47,7 @@ class PlanChunk:
 class Plan:
     """Everything `provision` needs; sizes in bytes, times in seconds. ``fingerprint`` is the topology's
     (`egmctl.topology.Topology.fingerprint`), ``huge_page_bytes`` 0 for ordinary pages, ``sources`` says why these
-    nodes were chosen."""
+    nodes were chosen; ``health_addr`` as in the spec."""
 
     pool: str
     memory_kind: MemoryKind
@@ -66,6 +67,7 @@ class Plan:
     mooncake: MooncakeSpec
     sources: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    health_addr: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The document ``egmctl/plan/1``."""
@@ -160,6 +162,12 @@ def _from_document(document: dict[str, Any]) -> Plan:
         mooncake = parse_mooncake(mooncake_document, kind)
     except UsageError as error:
         raise _Wrong(error.message) from None
+    health = document.get("health_addr")
+    if health is not None:
+        try:
+            parse_listen_address(_field(document, "health_addr", str), name="health_addr")
+        except UsageError as error:
+            raise _Wrong(error.message) from None
     nodes, chunks = _tables(document, "nodes"), _tables(document, "chunks")
     for node in nodes:
         _exact(node, PlanNode.__dataclass_fields__, "nodes")
@@ -195,6 +203,7 @@ def _from_document(document: dict[str, Any]) -> Plan:
         mooncake=mooncake,
         sources=_texts(document, "sources"),
         warnings=_texts(document, "warnings"),
+        health_addr=health,
     )
 
 

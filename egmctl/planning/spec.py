@@ -13,7 +13,13 @@ from typing import Any
 
 from egmctl.errors import UsageError
 from egmctl.memory.base import MemoryKind
-from egmctl.planning.addresses import check_pairing, parse_endpoint, parse_local_hostname, parse_metadata_server
+from egmctl.planning.addresses import (
+    check_pairing,
+    parse_endpoint,
+    parse_listen_address,
+    parse_local_hostname,
+    parse_metadata_server,
+)
 from egmctl.units import GIB, TIB, parse_size
 
 __all__ = ["MooncakeSpec", "PoolSpec", "Spec", "load_spec", "parse_mooncake", "parse_node_list", "parse_spec"]
@@ -31,7 +37,8 @@ _NODE = re.compile(r"[0-9]{1,5}", re.ASCII)
 @dataclass(frozen=True)
 class PoolSpec:
     """``[pool]``. Sizes in bytes, times in seconds. ``egm_numa_nodes`` is ``"auto"`` or ascending node ids;
-    ``huge_pages`` False, True (the smallest size the nodes have) or a page size in bytes."""
+    ``huge_pages`` False, True (the smallest size the nodes have) or a page size in bytes; ``health_addr`` where the
+    agent answers ``/healthz``, ``/readyz`` and ``/metrics`` over HTTP, None for nowhere."""
 
     name: str
     memory: MemoryKind
@@ -45,6 +52,7 @@ class PoolSpec:
     group: str | None = None
     lease_ttl: float = 10.0
     client_expiry: float = 40.0
+    health_addr: str | None = None
 
 
 @dataclass(frozen=True)
@@ -228,6 +236,7 @@ def _parse_pool(table: Mapping[str, Any], max_mr_size: int | str | None) -> Pool
         group=_group(read.text("group", None)),
         lease_ttl=read.seconds("lease_ttl", 10.0),
         client_expiry=read.seconds("client_expiry", 40.0),
+        health_addr=_health_addr(read),
     )
 
 
@@ -288,6 +297,13 @@ def _group(value: str | None) -> str | None:
     if value is not None and not _GROUP.fullmatch(value):
         raise UsageError(f"group = {value[:40]!r} is not a group name", where="[pool]", hint="see /etc/group")
     return value
+
+
+def _health_addr(read: _Reader) -> str | None:
+    text = read.text("health_addr", None)
+    if text is not None:
+        read.checked(lambda: parse_listen_address(text, name="health_addr"))
+    return text
 
 
 def parse_mooncake(table: Mapping[str, Any], memory: MemoryKind) -> MooncakeSpec:
