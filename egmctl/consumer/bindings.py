@@ -108,11 +108,13 @@ class Bindings:
         *,
         devices: Sequence[int] = (),
         timeout: float = 5.0,
+        endpoints: Sequence[str] = (),
         on_gone: Callable[[str, str, frozenset[int] | None], None] = lambda endpoint, nonce, chunks: None,
     ) -> None:
         self._fetch = fetch
         self._devices = tuple(devices)
         self._timeout = timeout
+        self._endpoints = tuple(endpoints)
         self._on_gone = on_gone
         self._lock = threading.Lock()
         self._bound: dict[str, Binding] = {}
@@ -168,7 +170,10 @@ class Bindings:
             return list(self._bound.values())
 
     def segment_names(self) -> tuple[str, ...]:
-        """The Master's names of the chunks bound now, as hints where to place an object."""
+        """The Master's names of the chunks that are bound, or were named when connecting: hints where to place."""
+        for endpoint in self._endpoints:
+            with suppress(EgmError):
+                self.get(endpoint)
         names: list[str] = []
         for binding in self.known():
             if binding.descriptor.egm is not None and binding.exclusive:

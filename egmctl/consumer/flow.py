@@ -121,16 +121,14 @@ class Throttle:
 
     def _reserve(self, nbytes: int) -> None:
         rate = self._options.rate_limit
-        while rate:
+        if rate:
             with self._lock:
                 now = self._clock()
-                self._tokens = min(float(rate), self._tokens + (now - self._filled) * rate)
+                self._tokens = min(float(rate), self._tokens + (now - self._filled) * rate) - nbytes
                 self._filled = now
-                if self._tokens >= nbytes:
-                    self._tokens -= nbytes
-                    break
-                short = (nbytes - self._tokens) / rate
-            self._sleep(short)
+                debt = -self._tokens / rate  # whoever comes next waits for this one's share as well
+            if debt > 0:
+                self._sleep(debt)
         limit = self._options.max_in_flight_bytes
         while True:
             with self._lock:

@@ -73,12 +73,15 @@ class EgmStore:
         timing: Timing | None = None,
         max_mapped_bytes: int = 0,
         max_mappings: int = 0,
+        endpoints: Sequence[str] = (),
         copy_threads: int | None = None,
         copier: Copier | None = None,
         copy_options: CopyOptions | None = None,
     ) -> EgmStore:
         """``master`` is ``host:port``; ``devices`` are the GPUs whose memory is used, ``()`` for host buffers alone.
 
+        ``endpoints`` are pools that a put may be steered to from the start, where the Master also has space that cannot
+        be reached; those met on the way are remembered by themselves.
         ``max_mapped_bytes`` and ``max_mappings`` bound what stays imported while idle (0: everything does).
         ``copy_options`` go to the device copier. ``copier`` takes the place of the CPU's, for tests.
         Raises `MasterUnreachable`, `CudaError`, `UsageError`.
@@ -101,6 +104,7 @@ class EgmStore:
                 make_fetch(metadata_server, timing.bind),
                 devices=devices,
                 timeout=timing.bind,
+                endpoints=endpoints,
                 on_gone=lambda endpoint, nonce, chunks: mappings.drop(_belongs_to(endpoint, nonce, chunks)),
             )
             engine = Engine(
