@@ -224,6 +224,7 @@ class _Demo:
 
     def teardown(self, plan: Plan) -> None:
         from egmctl.cli.progress import Progress
+        from egmctl.ledger.processes import is_running
         from egmctl.provider import pool_status, teardown_pool
 
         self.title("Teardown", "in reverse, and nothing is left")
@@ -233,7 +234,7 @@ class _Demo:
         with Progress(self.output) as progress:
             ended = teardown_pool(plan.pool, self.paths, progress=progress)
         self.claim("the Master lists no segment", not self.listed())
-        self.claim(f"no process is left (of {processes})", not any(os.path.exists(f"/proc/{p}") for p in processes))
+        self.claim(f"no process is left (of {processes})", not any(is_running(pid, None) for pid in processes))
         self.claim(f"no socket is left at {before['socket']}", not os.path.exists(before["socket"]))
         self.claim(f"none of the {len(files)} chunks' files is open or mapped in any process", not _holders(files))
         after = pool_status(self.paths, plan.pool)[0]

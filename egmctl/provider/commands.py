@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from egmctl.errors import BusyError, CleanupPendingError, EgmError, UsageError
@@ -168,8 +166,6 @@ def _await_end(record: PoolRecord) -> bool:
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.02)
-    with suppress(OSError):
-        os.waitpid(record.agent_pid, os.WNOHANG)  # when this very process started it
     return True
 
 
