@@ -50,7 +50,7 @@ class Submitted:
         if self._over:
             return True
         pool = self._borrowed.pool
-        pool.driver.use_device(pool.device)
+        pool.enter()
         try:
             if not pool.driver.event_query(self._event):
                 return False
@@ -86,7 +86,7 @@ class Submitted:
         if self._over:
             return
         pool = self._borrowed.pool
-        pool.driver.use_device(pool.device)
+        pool.enter()
         try:
             pool.driver.event_synchronize(self._event)
         except CudaError as error:
@@ -99,7 +99,7 @@ class Submitted:
         # an event given back meanwhile only makes the stream wait longer
         if not self._over:
             pool = self._borrowed.pool
-            pool.driver.use_device(pool.device)
+            pool.enter()
             pool.driver.stream_wait_event(stream, self._event)
 
     def _finish(self, error: CudaError | None) -> None:
@@ -110,9 +110,11 @@ class Submitted:
                 # the device's context is lost, and with it what was borrowed
                 self._error = error
                 self._over = True
+                self._borrowed.pool.forget(self)
                 return
             word = self._borrowed.word
             if word is not None and word.raised():
+                self._borrowed.pool.driver.use_device(self._borrowed.pool.device)
                 try:
                     first = word.first_bad(self._borrowed.pool.driver)
                     self._error = BadOffset(
@@ -125,4 +127,5 @@ class Submitted:
                     self._error = failure
             self._over = True
             self._keep = None
+        self._borrowed.pool.forget(self)
         self._borrowed.give_back()

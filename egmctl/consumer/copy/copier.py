@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from egmctl.consumer.copy.completion import Finished, Submitted
 from egmctl.consumer.copy.jobs import Kernels, TableJob
@@ -24,6 +24,9 @@ __all__ = ["Calibration", "Fragment", "GpuCopier"]
 
 Fragment = tuple[int, int, int]
 """(destination address, source address, bytes)."""
+Fragments = Sequence[Fragment] | Any
+"""Fragments, or a buffer of 64-bit integers, three for each."""
+Flat: TypeAlias = "array[int]"
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ _FEW = 4  # up to so many small fragments cost less by the engine than a kernel'
 _BATCH_FROM = 16  # fewer are queued one by one, which is as fast and needs no lists
 _BULK = 16 * MIB  # fragments of this size fill the link from two streams
 _PIECE = 16 * KIB
+_LARGEST = 1 << 48
 _ROW = 1 * MIB  # longer fragments become several rows of the kernel's table
 
 
@@ -57,7 +61,7 @@ class GpuCopier:
 
     def copy(
         self,
-        fragments: Sequence[Fragment],
+        fragments: Fragments,
         *,
         device: int | None = None,
         stream: int | None = None,
@@ -65,34 +69,35 @@ class GpuCopier:
     ) -> Submitted | Finished:
         """Queue the fragments; they do not overlap, and run in no particular order.
 
-        ``device`` is the GPU that copies (the first one unless given). The copy starts after what is queued on
-        ``stream`` now, and runs on streams of the copier's own: let the caller's stream wait for it with
-        ``order(stream)`` of what is returned. Memory that is pageable only the engine can copy.
+        ``fragments`` are tuples (destination, source, bytes), or, which is quicker to take for thousands, a buffer of
+        64-bit integers in that order (a NumPy array of three columns). ``device`` is the GPU that copies (the first one
+        unless given). The copy starts after what is queued on ``stream`` now, and runs on streams of the copier's own:
+        let the caller's stream wait for it with ``order(stream)`` of what is returned. Memory that is pageable only
+        the engine can copy.
         Raises `InvalidRequest`, `StoreClosed`, `CudaError`, and `KernelError` when strategy ``kernel`` was asked for
         and it cannot be compiled here (``auto`` then uses the engine, and warns once).
         """
-        todo = _merged(fragments)
-        if not todo:
+        flat = _flat(fragments)
+        if not flat:
             return Finished()
         pool = self._pool(device)
         borrowed = pool.borrow()
-        small, large = self._split(todo, pool.device, strategy or self._options.strategy)
+        driver = self._driver
+        small, large = self._split(flat, pool.device, strategy or self._options.strategy)
         try:
             after = None
             if stream is not None:
                 after = borrowed.event()
-                self._driver.event_record(after, stream)
-            used: list[int] = []
-            if large:
-                used += self._by_engine(borrowed, large, after)
+                driver.event_record(after, stream)
+            used = self._by_engine(borrowed, large, after) if large else []
             if small:
                 used.append(self._by_kernel(borrowed, small, after))
             for other in used[1:]:
                 event = borrowed.event()
-                self._driver.event_record(event, other)
-                self._driver.stream_wait_event(used[0], event)
+                driver.event_record(event, other)
+                driver.stream_wait_event(used[0], event)
             event = borrowed.event()
-            self._driver.event_record(event, used[0])
+            driver.event_record(event, used[0])
         except BaseException:
             abandon(borrowed)
             raise
@@ -109,20 +114,26 @@ class GpuCopier:
             )
         return pool
 
-    def _split(
-        self, fragments: list[Fragment], device: int, strategy: Strategy
-    ) -> tuple[list[Fragment], list[Fragment]]:
+    def _split(self, flat: Flat, device: int, strategy: Strategy) -> tuple[Flat, Flat]:
         """(for the kernel, for the engine)."""
+        none: Flat = array("Q")
         if strategy == "kernel":
-            return fragments, []
-        if strategy == "engine" or len(fragments) <= _FEW:
-            return [], fragments
-        direction: Direction = "put" if self._is_put(fragments[0]) else "get"
+            return flat, none
+        if strategy == "engine" or len(flat) <= 3 * _FEW:
+            return none, flat
+        direction: Direction = "put" if self._is_put(flat[0]) else "get"
         below = self._thresholds[device].kernel_below(direction)
-        small = [fragment for fragment in fragments if fragment[2] < below]
-        if len(small) <= _FEW or not self._has_kernel(device):
-            return [], fragments
-        return small, [fragment for fragment in fragments if fragment[2] >= below]
+        sizes = flat[2::3]
+        if min(sizes) >= below:
+            return none, flat
+        if max(sizes) < below:
+            return (flat, none) if self._has_kernel(device) else (none, flat)
+        small, large = array("Q"), array("Q")
+        for at in range(0, len(flat), 3):
+            (small if flat[at + 2] < below else large).extend(flat[at : at + 3])
+        if len(small) <= 3 * _FEW or not self._has_kernel(device):
+            return none, flat
+        return small, large
 
     def _has_kernel(self, device: int) -> bool:
         """Whether `auto` may choose the kernel; said aloud once when not, since small fragments are slow then."""
@@ -134,39 +145,38 @@ class GpuCopier:
                 self._no_kernel = error
         return self._no_kernel is None
 
-    def _is_put(self, fragment: Fragment) -> bool:
+    def _is_put(self, destination: int) -> bool:
         """Whether the destination is DRAM. It decides which threshold and which side's lines the kernel follows, so a
         remembered answer that has become wrong costs speed and nothing else."""
-        page = fragment[0] >> 21
+        page = destination >> 21
         known = self._on_device.get(page)
         if known is None:
             if len(self._on_device) >= 4096:
                 self._on_device.clear()
-            known = self._driver.pointer_info(fragment[0]).type is MemoryType.DEVICE
+            known = self._driver.pointer_info(destination).type is MemoryType.DEVICE
             self._on_device[page] = known
         return not known
 
-    def _by_engine(self, borrowed: Borrowed, fragments: list[Fragment], after: int | None) -> list[int]:
-        count = len(fragments)
-        bulk = count < _BATCH_FROM or sum(nbytes for _, _, nbytes in fragments) >= _BULK * count
+    def _by_engine(self, borrowed: Borrowed, flat: Flat, after: int | None) -> list[int]:
+        count = len(flat) // 3
+        bulk = count < _BATCH_FROM or sum(flat[2::3]) >= _BULK * count
         wanted = min(count, 2 if bulk else self._options.streams, self._options.streams)
         streams = [borrowed.stream() for _ in range(wanted)]
         for number, stream in enumerate(streams):
             if after is not None:
                 self._driver.stream_wait_event(stream, after)
-            share = fragments[number::wanted]
+            share = [flat[3 * number + column :: 3 * wanted].tolist() for column in range(3)]
             if bulk or not self._by_batch(share, stream):
-                for destination, source, nbytes in share:
+                for destination, source, nbytes in zip(*share, strict=True):
                     self._driver.memcpy_async(destination, source, nbytes, stream)
         return streams
 
-    def _by_batch(self, fragments: list[Fragment], stream: int) -> bool:
+    def _by_batch(self, share: list[list[int]], stream: int) -> bool:
         """False when this driver or its bindings know no batches (before CUDA 12.8)."""
         if not self._batches:
             return False
-        destinations, sources, sizes = zip(*fragments, strict=True)
         try:
-            self._driver.memcpy_batch_async(destinations, sources, sizes, stream)
+            self._driver.memcpy_batch_async(share[0], share[1], share[2], stream)
         except CudaError as error:
             if error.name != "FUNCTION_NOT_FOUND":
                 raise
@@ -174,29 +184,26 @@ class GpuCopier:
             return False
         return True
 
-    def _by_kernel(self, borrowed: Borrowed, fragments: list[Fragment], after: int | None) -> int:
-        options = self._options
-        longest = max(nbytes for _, _, nbytes in fragments)
+    def _by_kernel(self, borrowed: Borrowed, flat: Flat, after: int | None) -> int:
+        longest = max(flat[2::3])
         if longest > _ROW:
-            fragments = _rows(fragments)
+            flat = _rows(flat)
             longest = _ROW
         # the kernel reads its table from pinned memory: no copy ahead of it, and 24 bytes a fragment over the link
-        flat = array("Q", chain.from_iterable(fragments))
         table = borrowed.pinned(len(flat) * 8)
         ctypes.memmove(table, flat.buffer_info()[0], len(flat) * 8)
         stream = borrowed.stream()
         if after is not None:
             self._driver.stream_wait_event(stream, after)
-        pieces = -(-longest // _PIECE)
         job = TableJob(
             table=table,
-            rows=len(fragments),
+            rows=len(flat) // 3,
             nbytes=sum(flat[2::3]),
-            pieces=pieces,
+            pieces=-(-longest // _PIECE),
             piece_bytes=_PIECE,
-            put=self._is_put(fragments[0]),
-            blocks=options.blocks,
-            threads=options.threads,
+            put=self._is_put(flat[0]),
+            blocks=self._options.blocks,
+            threads=self._options.threads,
         )
         self._kernels.copy_table(borrowed.pool.device, stream, job)
         return stream
@@ -269,28 +276,52 @@ def abandon(borrowed: Borrowed) -> None:
     borrowed.give_back()
 
 
-def _merged(fragments: Sequence[Fragment]) -> list[Fragment]:
-    """Without empty ones, and neighbours that go on where the last one ended made one."""
-    merged: list[Fragment] = []
+def _flat(fragments: Fragments) -> Flat:
+    """Destination, source, bytes, destination, ...: without empty fragments, and with neighbours joined."""
+    try:
+        if isinstance(fragments, (list, tuple)):
+            flat: Flat = array("Q", chain.from_iterable(fragments))
+        else:
+            buffer: Any = fragments
+            view = memoryview(buffer)
+            if view.itemsize != 8 or view.format.lstrip("@=<") not in ("Q", "L", "q", "l") or not view.c_contiguous:
+                raise InvalidRequest(
+                    f"fragments of format {view.format!r}", hint="give a contiguous buffer of 64-bit integers"
+                )
+            flat = array("Q", view.cast("B").tobytes())
+    except (TypeError, OverflowError) as error:
+        raise InvalidRequest(f"fragments: {error}", hint="give tuples (destination, source, bytes)") from error
+    if len(flat) % 3:
+        raise InvalidRequest(
+            f"{len(flat)} integers are not fragments", hint="give destination, source and bytes of each"
+        )
+    if not flat:
+        return flat
+    sizes = flat[2::3]
+    if max(sizes) > _LARGEST:
+        raise InvalidRequest(f"a fragment of {max(sizes)} bytes")
+    # those who cut one range into pieces give the pieces in a row: two of them tell, without a look at thousands
+    joined = len(flat) > 3 and flat[3] == flat[0] + flat[2] and flat[4] == flat[1] + flat[2]
+    return _merged(flat) if joined or min(sizes) == 0 else flat
+
+
+def _merged(flat: Flat) -> Flat:
+    merged: Flat = array("Q")
     end_destination = end_source = -1
-    for fragment in fragments:
-        destination, source, nbytes = fragment
-        if nbytes <= 0:
-            if nbytes < 0:
-                raise InvalidRequest(f"a fragment of {nbytes} bytes")
+    for destination, source, nbytes in zip(flat[0::3], flat[1::3], flat[2::3], strict=True):
+        if nbytes == 0:
             continue
         if destination == end_destination and source == end_source:
-            first = merged[-1]
-            merged[-1] = (first[0], first[1], first[2] + nbytes)
+            merged[-1] += nbytes
         else:
-            merged.append(fragment)
+            merged.extend((destination, source, nbytes))
         end_destination, end_source = destination + nbytes, source + nbytes
     return merged
 
 
-def _rows(fragments: Sequence[Fragment]) -> list[Fragment]:
-    return [
-        (destination + at, source + at, min(_ROW, nbytes - at))
-        for destination, source, nbytes in fragments
-        for at in range(0, nbytes, _ROW)
-    ]
+def _rows(flat: Flat) -> Flat:
+    rows: Flat = array("Q")
+    for destination, source, nbytes in zip(flat[0::3], flat[1::3], flat[2::3], strict=True):
+        for at in range(0, nbytes, _ROW):
+            rows.extend((destination + at, source + at, min(_ROW, nbytes - at)))
+    return rows

@@ -32,6 +32,7 @@ ORDER_SPAN = GIB
 """Up to this span the translations of all pages stay at hand, on H200."""
 ORDER_COUNT = 16384
 """Fewer entries are over before ordering them has paid for itself."""
+SORT_PUTS = True
 _MOST = 1 << 31
 
 
@@ -128,7 +129,7 @@ class GpuGatherer:
                 entry_bytes=entry_bytes,
                 bad_index=word.lowest,
                 bad_flag=word.flag,
-                order=self._order(borrowed, order or self._options.order, where.length, entry_bytes, ranges),
+                order=self._order(borrowed, order or self._options.order, where.length, entry_bytes, ranges, put),
                 blocks=self._options.blocks,
                 threads=self._options.threads,
             )
@@ -174,15 +175,16 @@ class GpuGatherer:
         return table
 
     def _order(
-        self, borrowed: Borrowed, mode: OrderMode, count: int, entry_bytes: int, ranges: Sequence[Range]
+        self, borrowed: Borrowed, mode: OrderMode, count: int, entry_bytes: int, ranges: Sequence[Range], put: bool
     ) -> Order | None:
         span = sum(nbytes for _, nbytes in ranges)
         if mode == "never" or (
             mode == "auto" and (entry_bytes >= ORDER_BELOW or span <= ORDER_SPAN or count < ORDER_COUNT)
         ):
             return None
-        starts = borrowed.scratch(4 * (BINS + 1))
-        return Order(borrowed.counts(), starts, borrowed.scratch(4 * count), borrowed.scratch(16 * count), span)
+        starts, ranks = borrowed.scratch(4 * (BINS + 1)), borrowed.scratch(4 * count)
+        items, second = borrowed.scratch(16 * count), borrowed.scratch(16 * count) if put and SORT_PUTS else 0
+        return Order(borrowed.counts(), starts, ranks, items, second, span)
 
     def prepare(self) -> None:
         """Compile and load the kernels for every device now, which the first gather does otherwise."""

@@ -56,8 +56,14 @@ class HostKernels:
         if job.order is not None and any(self._words(device, job.order.counts, BINS + 1)):
             raise RuntimeError("the counts of the page order were not zero")
         if job.order is not None:
-            for address, nbytes in ((job.order.starts, 4 * BINS + 4), (job.order.items, 16 * job.entries)):
-                ctypes.memset(self._pointer(device, address, nbytes), 0xA5, nbytes)  # as a kernel, leaves them dirty
+            entries = 16 * job.entries
+            for scratch, nbytes in (
+                (job.order.starts, 4 * BINS + 4),
+                (job.order.items, entries),
+                (job.order.sorted, entries),
+            ):
+                if scratch:  # a kernel leaves it dirty
+                    ctypes.memset(self._pointer(device, scratch, nbytes), 0xA5, nbytes)
         for index in range(job.entries):
             address = self._locate(device, job, index)
             dense = job.dense + index * job.entry_bytes

@@ -56,13 +56,15 @@ class Order(NamedTuple):
     """Device memory in which entries are put in page order.
 
     ``counts`` and ``starts`` hold ``BINS + 1`` 32-bit words each, ``counts`` zero before and after; ``ranks`` 4 bytes
-    an entry, ``items`` 16. ``span`` is the bytes over which the entries are spread.
+    an entry, ``items`` 16, and ``sorted`` 16, or it is 0 and the order within a page is left as it comes. ``span`` is
+    the bytes over which the entries are spread.
     """
 
     counts: int
     starts: int
     ranks: int
     items: int
+    sorted: int
     span: int
 
 

@@ -21,7 +21,7 @@ __all__ = ["CudaKernels", "KernelError"]
 
 _COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 _TABLE_JOB = struct.Struct("=4Q4I")
-_ENTRY_JOB = struct.Struct("=6Q5Q2Q4Q8I")
+_ENTRY_JOB = struct.Struct("=6Q5Q2Q5Q8I")
 _ORDER_BLOCKS, _ORDER_THREADS = 264, 512  # 0.11 ms for a million entries on H200; other shapes are within 5%
 _PIECE = 16 * KIB  # larger entries are shared between groups of lanes
 _WINDOW = 64 * MIB  # entries in page order that are under way at one time span about this
@@ -115,7 +115,7 @@ class CudaKernels:
             job.offsets, job.objects, job.ranges, job.range_count, job.only.address, job.only.nbytes,
             job.dense, job.entries, job.entry_bytes, pieces, _PIECE if pieces > 1 else job.entry_bytes,
             job.bad_index, job.bad_flag,
-            *(order[:4] if order else (0, 0, 0, 0)),
+            *(order[:5] if order else (0, 0, 0, 0, 0)),
             _bins(order.span) if order else 1, PAGE_SHIFT,
             job.offset_bytes, job.object_bytes, put, _group(job.entry_bytes), tile, 0,
         )  # fmt: skip
@@ -126,6 +126,8 @@ class CudaKernels:
         sorting = min(_ORDER_BLOCKS, -(-job.entries // _ORDER_THREADS))
         self._launch(device, "egm_bin", sorting, _ORDER_THREADS, packed, stream)
         self._launch(device, "egm_place", sorting, _ORDER_THREADS, packed, stream)
+        if order.sorted:
+            self._launch(device, "egm_sort", _ORDER_BLOCKS, _ORDER_THREADS, packed, stream)
         self._launch(device, "egm_items", blocks, job.threads, packed, stream)
 
     def _launch(self, device: int, name: str, blocks: int, threads: int, packed: bytes, stream: int) -> None:
@@ -133,10 +135,11 @@ class CudaKernels:
         if functions is None:
             self.prepare(device)
             functions = self._functions[device]
-        argument = ctypes.create_string_buffer(packed, len(packed))
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))  # the driver copies what it points to
+        argument = ctypes.c_char_p(packed)
+        pointer = ctypes.c_void_p(ctypes.cast(argument, ctypes.c_void_p).value)
+        # the driver copies what this points to before it returns
         (result,) = cuda.cuLaunchKernel(
-            functions[name], blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(arguments), 0
+            functions[name], blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(pointer), 0
         )
         _check(f"cuLaunchKernel({name})", result)
 

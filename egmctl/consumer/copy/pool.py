@@ -5,6 +5,7 @@ Creating any of these costs more than a small copy, so they are kept. No lock is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections import deque
@@ -23,6 +24,7 @@ __all__ = ["Block", "Borrowed", "DevicePool", "ErrorWord"]
 _SMALLEST = 4 * KIB
 _KEEP_FREE = 256 * MIB  # free blocks beyond this are given back to the driver
 _WORDS = 128
+_SWEEP_FROM = 8
 _COUNTS_BYTES = 4 * (BINS + 1)
 
 
@@ -56,6 +58,8 @@ class ErrorWord(NamedTuple):
 class Borrowed:
     """What one copy has of a pool. Not thread-safe: it belongs to the copy."""
 
+    __slots__ = ("blocks", "events", "pool", "streams", "word")
+
     def __init__(self, pool: DevicePool) -> None:
         self.pool = pool
         self.streams: list[int] = []
@@ -74,18 +78,17 @@ class Borrowed:
         return event
 
     def pinned(self, nbytes: int) -> int:
-        block = self.pool.take_block(nbytes, "pinned")
-        self.blocks.append(block)
-        return block.address
+        return self._block(nbytes, "pinned")
 
     def scratch(self, nbytes: int) -> int:
-        block = self.pool.take_block(nbytes, "device")
-        self.blocks.append(block)
-        return block.address
+        return self._block(nbytes, "device")
 
     def counts(self) -> int:
         """``BINS + 1`` 32-bit words on the device, zero; the kernels leave them so."""
-        block = self.pool.take_block(_COUNTS_BYTES, "counts")
+        return self._block(_COUNTS_BYTES, "counts")
+
+    def _block(self, nbytes: int, kind: str) -> int:
+        block = self.pool.take_block(nbytes, kind)
         self.blocks.append(block)
         return block.address
 
@@ -98,12 +101,16 @@ class Borrowed:
 
 
 class DevicePool:
-    """The streams, events and small memory of one device for one copier."""
+    """The streams, events and small memory of one device for one copier.
+
+    Taking from a list and putting back is atomic in Python; the lock is for what is counted.
+    """
 
     def __init__(self, driver: Driver, device: int) -> None:
         self.driver = driver
         self.device = device
         self._lock = threading.Lock()
+        self._here = threading.local()
         self._streams: deque[int] = deque()
         self._events: list[int] = []
         self._words: list[ErrorWord] = []
@@ -112,7 +119,8 @@ class DevicePool:
         self._every_stream: list[int] = []
         self._every_event: list[int] = []
         self._word_pages: list[tuple[int, int]] = []
-        self._in_flight: deque[Submitted] = deque()
+        self._in_flight: set[Submitted] = set()
+        self._sweep_from = _SWEEP_FROM
         self._closed = False
 
     def borrow(self) -> Borrowed:
@@ -120,34 +128,48 @@ class DevicePool:
         if self._closed:
             raise StoreClosed("the copier is closed", where=f"GPU {self.device}")
         self.driver.use_device(self.device)
+        self._here.entered = True
         return Borrowed(self)
+
+    def enter(self) -> None:
+        """This thread has some context, which is all that events ask for."""
+        if not hasattr(self._here, "entered"):
+            self.driver.use_device(self.device)
+            self._here.entered = True
 
     def take_stream(self) -> int:
         # least recently used first: copies that follow each other run on different streams
-        with self._lock:
-            if self._streams:
+        for attempt in range(2):
+            try:
                 return self._streams.popleft()
+            except IndexError:
+                if attempt == 0:
+                    self._sweep()
         stream = self.driver.stream_create()
-        with self._lock:
-            self._every_stream.append(stream)
+        self._every_stream.append(stream)
         return stream
 
     def take_event(self) -> int:
-        with self._lock:
-            if self._events:
+        for attempt in range(2):
+            try:
                 return self._events.pop()
+            except IndexError:
+                if attempt == 0:
+                    self._sweep()
         event = self.driver.event_create()
-        with self._lock:
-            self._every_event.append(event)
+        self._every_event.append(event)
         return event
 
     def take_block(self, nbytes: int, kind: str) -> Block:
         size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
-        with self._lock:
-            free = self._free.get((kind, size))
-            if free:
-                self._free_bytes -= size
-                return free.pop()
+        for attempt in range(2):
+            with self._lock:
+                free = self._free.get((kind, size))
+                if free:
+                    self._free_bytes -= size
+                    return free.pop()
+            if attempt == 0:
+                self._sweep()
         if kind == "pinned":
             return Block(self.driver.host_alloc(size), size, kind)
         block = Block(self.driver.mem_alloc(size), size, kind)
@@ -156,56 +178,52 @@ class DevicePool:
         return block
 
     def take_word(self) -> ErrorWord:
-        with self._lock:
-            if self._words:
+        if self._words:
+            with contextlib.suppress(IndexError):
                 return self._words.pop()
         flags = self.driver.host_alloc(_WORDS * 16)
         indices = self.driver.mem_alloc(_WORDS * 8)
         ctypes.memset(flags, 0, _WORDS * 16)
         self.driver.memset(indices, 0xFF, _WORDS * 8)
+        self._word_pages.append((flags, indices))
         words = [ErrorWord(flags + 16 * n, indices + 8 * n) for n in range(_WORDS)]
-        with self._lock:
-            self._word_pages.append((flags, indices))
-            self._words.extend(words[1:])
+        self._words.extend(words[1:])
         return words[0]
 
     def give_back(self, borrowed: Borrowed) -> None:
+        self._streams.extend(borrowed.streams)
+        self._events.extend(borrowed.events)
+        if borrowed.word is not None:
+            self._words.append(borrowed.word)
         surplus: list[Block] = []
-        with self._lock:
-            self._streams.extend(borrowed.streams)
-            self._events.extend(borrowed.events)
-            if borrowed.word is not None:
-                self._words.append(borrowed.word)
-            for block in borrowed.blocks:
-                if self._free_bytes + block.nbytes > _KEEP_FREE:
-                    surplus.append(block)
-                    continue
-                self._free.setdefault((block.kind, block.nbytes), []).append(block)
-                self._free_bytes += block.nbytes
+        if borrowed.blocks:
+            with self._lock:
+                for block in borrowed.blocks:
+                    if self._free_bytes + block.nbytes > _KEEP_FREE:
+                        surplus.append(block)
+                        continue
+                    self._free.setdefault((block.kind, block.nbytes), []).append(block)
+                    self._free_bytes += block.nbytes
         borrowed.streams, borrowed.events, borrowed.blocks, borrowed.word = [], [], [], None
         if surplus:
             self.driver.use_device(self.device)
             for block in surplus:
-                self._release(block)
-
-    def _release(self, block: Block) -> None:
-        if block.kind == "pinned":
-            self.driver.host_free(block.address)
-        else:
-            self.driver.mem_free(block.address)
+                (self.driver.host_free if block.kind == "pinned" else self.driver.mem_free)(block.address)
 
     def track(self, copy: Submitted) -> None:
-        """Remember a copy until it is over, also when nobody waits for it, and let go of those that are."""
-        with self._lock:
-            self._in_flight.append(copy)
-        while True:
-            with self._lock:
-                oldest = self._in_flight[0] if self._in_flight else None
-            if oldest is None or oldest is copy or not oldest.done():
-                return
-            with self._lock:
-                if self._in_flight and self._in_flight[0] is oldest:
-                    self._in_flight.popleft()
+        """Remember a copy until it is over, also when nobody waits for it."""
+        self._in_flight.add(copy)
+
+    def forget(self, copy: Submitted) -> None:
+        self._in_flight.discard(copy)
+
+    def _sweep(self) -> None:
+        """Finish copies that are over and that nobody has waited for: what they hold is wanted."""
+        if len(self._in_flight) < self._sweep_from:
+            return
+        for copy in self._in_flight.copy():
+            copy.done()
+        self._sweep_from = max(_SWEEP_FROM, 2 * len(self._in_flight))
 
     def close(self) -> None:
         """Waits for what is under way, then destroys everything. Twice is success; the first failure is raised last."""
@@ -213,8 +231,7 @@ class DevicePool:
             if self._closed:
                 return
             self._closed = True
-            under_way, self._in_flight = list(self._in_flight), deque()
-        for copy in under_way:
+        for copy in self._in_flight.copy():
             copy.settle()
         self.driver.use_device(self.device)
         with self._lock:

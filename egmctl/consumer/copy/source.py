@@ -12,7 +12,7 @@ that a line crosses the link in one request.
 
 __all__ = ["ENTRY_POINTS", "SOURCE"]
 
-ENTRY_POINTS = ("egm_table", "egm_offsets", "egm_items", "egm_bin", "egm_place")
+ENTRY_POINTS = ("egm_table", "egm_offsets", "egm_items", "egm_bin", "egm_place", "egm_sort")
 
 SOURCE = r"""
 typedef unsigned long long u64;
@@ -27,6 +27,7 @@ typedef unsigned char u8;
 #ifndef EGM_LINE
 #define EGM_LINE 128
 #endif
+#define EGM_KIBS 2048  // in a page of 2 MiB
 
 struct TableJob {          // table: count x {dst, src, nbytes}
   u64 table, count, pieces, piece_bytes;
@@ -45,7 +46,7 @@ struct EntryJob {
   u64 bad_index;           // device word, ~0 until an entry is bad: then the lowest one
   u64 bad_flag;            // host word, 0 until an entry is bad
   u64 counts, starts;      // u32[bins + 1] each; counts is zero before and after egm_bin
-  u64 ranks, items;        // u32[count], Item[count]
+  u64 ranks, items, sorted; // u32[count], Item[count], Item[count] or 0
   u32 bins, page_shift;    // bins is a power of two
   u32 offset_width, object_width;
   u32 put, group, tile, unused;
@@ -170,9 +171,10 @@ extern "C" __global__ void egm_offsets(const EntryJob job) {
 }
 
 extern "C" __global__ void egm_items(const EntryJob job) {
-  u64 good = reinterpret_cast<const u32 *>(job.starts)[job.bins];
+  const u64 good = reinterpret_cast<const u32 *>(job.starts)[job.bins];
+  const Item *items = reinterpret_cast<const Item *>(job.sorted ? job.sorted : job.items);
   move_all(good * job.pieces, job.put, job.group, job.tile, [&](u64 w) {
-    const Item item = reinterpret_cast<const Item *>(job.items)[job.pieces == 1 ? w : w / job.pieces];
+    const Item item = items[job.pieces == 1 ? w : w / job.pieces];
     return entry(job, item.remote, item.index, job.pieces == 1 ? 0 : w % job.pieces);
   });
 }
@@ -180,6 +182,31 @@ extern "C" __global__ void egm_items(const EntryJob job) {
 // ---- page order: pages that share a bin are few, since bins cover 16 GiB before they repeat -----------------------
 
 #define EGM_BAD 0xffffffffu
+
+// The sum of `mine` over the threads of the block before this one.
+__device__ __forceinline__ u32 before_me(u32 mine) {
+  __shared__ u32 sums[32];
+  const u32 lane = threadIdx.x & 31;
+  u32 upto = mine;
+  for (u32 step = 1; step < 32; step *= 2) {
+    const u32 other = __shfl_up_sync(0xffffffffu, upto, step);
+    if (lane >= step) upto += other;
+  }
+  if (lane == 31) sums[threadIdx.x / 32] = upto;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    u32 sum = threadIdx.x < blockDim.x / 32 ? sums[threadIdx.x] : 0;
+    for (u32 step = 1; step < 32; step *= 2) {
+      const u32 other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
+    }
+    sums[threadIdx.x] = sum;
+  }
+  __syncthreads();
+  const u32 result = upto - mine + (threadIdx.x >= 32 ? sums[threadIdx.x / 32 - 1] : 0);
+  __syncthreads();
+  return result;
+}
 
 extern "C" __global__ void egm_bin(const EntryJob job) {
   u32 *counts = reinterpret_cast<u32 *>(job.counts);
@@ -206,29 +233,12 @@ extern "C" __global__ void egm_bin(const EntryJob job) {
   __syncthreads();
   if (!last) return;
   __threadfence();
-  __shared__ u32 sums[32];
   u32 *starts = reinterpret_cast<u32 *>(job.starts);
   const u32 each = (job.bins + blockDim.x - 1) / blockDim.x;
   const u32 begin = threadIdx.x * each;
   u32 mine = 0;
   for (u32 k = begin; k < begin + each && k < job.bins; ++k) mine += __ldcg(counts + k);
-  u32 upto = mine;
-  for (u32 step = 1; step < 32; step *= 2) {
-    const u32 other = __shfl_up_sync(0xffffffffu, upto, step);
-    if (lane >= step) upto += other;
-  }
-  if (lane == 31) sums[threadIdx.x / 32] = upto;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    u32 sum = threadIdx.x < blockDim.x / 32 ? sums[threadIdx.x] : 0;
-    for (u32 step = 1; step < 32; step *= 2) {
-      const u32 other = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += other;
-    }
-    sums[threadIdx.x] = sum;
-  }
-  __syncthreads();
-  u32 start = upto - mine + (threadIdx.x >= 32 ? sums[threadIdx.x / 32 - 1] : 0);
+  u32 start = before_me(mine);
   for (u32 k = begin; k < begin + each && k < job.bins; ++k) {
     const u32 n = __ldcg(counts + k);
     starts[k] = start;
@@ -253,6 +263,38 @@ extern "C" __global__ void egm_place(const EntryJob job) {
     const u64 place = (u64)starts[(u32)(remote >> job.page_shift) & (job.bins - 1)] + rank;
     // offsets that somebody changes meanwhile must not lead out of the array
     if (remote && place < job.count) items[place] = {remote, i};
+  }
+}
+
+// Puts only: within a page by KiB, so that neighbours are written together and share the lines that neither fills.
+extern "C" __global__ void egm_sort(const EntryJob job) {
+  __shared__ u32 places[EGM_KIBS];
+  const u32 *starts = reinterpret_cast<const u32 *>(job.starts);
+  const Item *items = reinterpret_cast<const Item *>(job.items);
+  Item *sorted = reinterpret_cast<Item *>(job.sorted);
+  const u32 each = EGM_KIBS / blockDim.x;
+  for (u32 bin = blockIdx.x; bin < job.bins; bin += gridDim.x) {
+    const u32 start = starts[bin], end = starts[bin + 1];
+    if (start == end) continue;
+    for (u32 k = threadIdx.x; k < EGM_KIBS; k += blockDim.x) places[k] = 0;
+    __syncthreads();
+    for (u32 i = start + threadIdx.x; i < end; i += blockDim.x)
+      atomicAdd(places + ((items[i].remote >> 10) & (EGM_KIBS - 1)), 1u);
+    __syncthreads();
+    u32 mine = 0;
+    for (u32 k = 0; k < each; ++k) mine += places[threadIdx.x * each + k];
+    u32 place = before_me(mine);
+    for (u32 k = 0; k < each; ++k) {
+      const u32 n = places[threadIdx.x * each + k];
+      places[threadIdx.x * each + k] = place;
+      place += n;
+    }
+    __syncthreads();
+    for (u32 i = start + threadIdx.x; i < end; i += blockDim.x) {
+      const Item item = items[i];
+      sorted[start + atomicAdd(places + ((item.remote >> 10) & (EGM_KIBS - 1)), 1u)] = item;
+    }
+    __syncthreads();
   }
 }
 """

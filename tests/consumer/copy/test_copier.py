@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -293,6 +294,19 @@ def test_without_a_compiler_auto_uses_the_engine_and_warns_once(
         install_kernels(None)
 
 
+@pytest.mark.parametrize("strategy", ["engine", "kernel", "auto"])
+def test_fragments_may_come_as_a_buffer_of_integers(machine: Machine, strategy: Strategy) -> None:
+    source, destination = machine.dram(), machine.hbm()
+    data = random.Random(7).randbytes(ROOM)
+    machine.write(source, data)
+    at = random.Random(8).sample(range(ROOM // 1024), 100)
+    table = array("Q", [number for a in at for number in (destination + 1024 * a, source + 1024 * a, 656)])
+    copier = machine.copier()
+    copier.copy(table, device=0, strategy=strategy).wait()
+    assert all(machine.read(destination + 1024 * a, 656) == data[1024 * a : 1024 * a + 656] for a in at)
+    copier.close()
+
+
 def test_nothing_to_copy_is_done_at_once(model: ModelMachine) -> None:
     copier = model.copier()
     model.driver.calls.clear()
@@ -307,8 +321,16 @@ def test_a_gpu_that_was_not_named_and_a_negative_size_are_refused(model: ModelMa
     copier = model.copier()
     with pytest.raises(InvalidRequest, match="GPU 1"):
         copier.copy([(4096, 8192, 1)], device=1)
-    with pytest.raises(InvalidRequest, match="-1 bytes"):
-        copier.copy([(4096, 8192, -1)], device=0)
+    for wrong in (
+        [(4096, 8192, -1)],
+        [(4096, 8192)],
+        [(4096, 8192, 1 << 60)],
+        [4096],
+        array("d", [1.0]),
+        array("I", [1]),
+    ):
+        with pytest.raises(InvalidRequest):
+            copier.copy(wrong, device=0)
     copier.close()
 
 
