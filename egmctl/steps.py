@@ -29,7 +29,7 @@ def watch(watcher: Watcher | None) -> None:
     _watcher = watcher
 
 
-class step:  # noqa: N801 - reads as a statement: with step("ledger.commit"): ...
+class step:  # lower case, since it reads as a statement: with step("ledger.commit"): ...
     """``with step("memory.shm.populate", chunk=3):`` around one act.
 
     ``site`` is a string literal, dotted, unique to the place in the code: the fault harness finds all of them by
