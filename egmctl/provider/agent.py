@@ -25,7 +25,9 @@ from egmctl.paths import Paths
 from egmctl.planning import Plan
 from egmctl.provider.control import ControlServer, group_id
 from egmctl.provider.folders import prepare
+from egmctl.provider.health import HealthServer, trouble
 from egmctl.provider.messages import hung_up, line
+from egmctl.provider.notify import Notifier
 from egmctl.provider.operator import Job, Operator
 from egmctl.provider.parts import Live
 from egmctl.provider.pool import ENDED, Pool
@@ -55,6 +57,7 @@ class Agent:
         group = group_id(self.plan.group)
         prepare(paths)
         self.lock = OwnerLock.acquire(paths.lock(name), name, "the pool's agent", patience=2.0)
+        self.health: HealthServer | None = None
         try:
             left = read_only(paths.ledger(name))
             if left is not None and left.state not in ENDED:
@@ -63,6 +66,8 @@ class Agent:
                     where=f"pool {name}",
                     hint=f"run `egmctl teardown {name}`, then provision again",
                 )
+            if self.plan.health_addr is not None:
+                self.health = HealthServer(self.plan.health_addr)
             pid = os.getpid()
             self.ledger = Ledger.create(
                 paths.ledger(name),
@@ -77,6 +82,8 @@ class Agent:
                 boot_id=boot_id(),
             )
         except BaseException:
+            if self.health is not None:
+                self.health.close()
             self.lock.release()
             raise
         live = Live(engine_log=sys.stderr.fileno() if _has_fileno(sys.stderr) else None)
@@ -86,10 +93,15 @@ class Agent:
         self.control = ControlServer(paths.socket(name), self.pool, self.operator, group)
         live.control = self.control
         self.operator.start()
+        if self.health is not None:
+            live.health = self.health.url
+            self.health.tell_of(self.pool, self.operator)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.control.drain(2.0)
+        if self.health is not None:
+            self.health.close()
         self.operator.end()
         if self.pool.live is not None and self.pool.live.heartbeat is not None:
             self.pool.live.heartbeat.stop()
@@ -101,6 +113,13 @@ class Agent:
     def over(self) -> bool:
         """Whether the pool owns nothing any more, so that the process may end."""
         return self.pool.state in ENDED and not self.operator.busy()
+
+    def status_line(self) -> str:
+        """How it is, in one line for a supervisor."""
+        pool = self.pool
+        if pool.state == "provisioning" and pool.live is not None:
+            return f"provisioning: {len(pool.live.chunks)} of {len(pool.plan.chunks)} chunks"
+        return f"{pool.state}: {pool.reason}" if pool.reason else pool.state
 
     def command(
         self,
@@ -160,9 +179,14 @@ def run_agent(
     SIGINT ends the process where it is.
     """
     signals = _Signals(interactive=interactive)
+    # A detached agent is not what its starter's supervisor supervises.
+    notifier = Notifier(None if interactive else {})
     error: EgmError | None = None
     try:
-        with Agent(plan, paths, who=f"pid {os.getpid()}") as agent:
+        with (
+            Agent(plan, paths, who=f"pid {os.getpid()}") as agent,
+            notifier.watch(agent.status_line, agent.operator.busy, lambda: trouble(agent.pool, agent.operator)),
+        ):
             stopping = lambda: cancelled() or signals.count > 0  # noqa: E731
             try:
                 _carry_out(agent, "provision", agent.pool.provision, signals, progress, stopping)
@@ -170,12 +194,12 @@ def run_agent(
                     _carry_out(agent, "mount", agent.pool.mount, signals, progress, stopping)
                 if started is not None:
                     started(live_report(agent.pool, None))
-                _notify("READY=1")
+                notifier.ready()
             except EgmError as met:
                 error = met
                 if agent.pool.state not in ENDED and failed is not None:
                     failed(met)
-            _own(agent, signals, grace)
+            _own(agent, signals, grace, notifier)
     finally:
         signals.restore()
     if error is not None:
@@ -196,12 +220,14 @@ def _carry_out(
     job.wait()
 
 
-def _own(agent: Agent, signals: _Signals, grace: float) -> None:
+def _own(agent: Agent, signals: _Signals, grace: float, notifier: Notifier) -> None:
     """Until nothing is owned any more. A teardown asked for by a signal is tried until it is done."""
     job: Job | None = None
     not_before = 0.0
     while not agent.over:
         signals.wake.wait(0.1)
+        if agent.pool.state == "tearing-down":  # on whoever's request
+            notifier.stopping()
         if job is not None and job.done(0):
             try:
                 job.wait()
@@ -210,7 +236,7 @@ def _own(agent: Agent, signals: _Signals, grace: float) -> None:
                 not_before = time.monotonic() + RETRY_SECONDS
             job = None
         if signals.count and job is None and not agent.over and time.monotonic() >= not_before:
-            _notify("STOPPING=1")
+            notifier.stopping()
             with suppress(EgmError):  # busy with a client's command: tried again
                 job = agent.command(
                     "teardown",
@@ -225,14 +251,6 @@ def _has_fileno(stream: Any) -> bool:
     except (OSError, ValueError, AttributeError):
         return False
     return True
-
-
-def _notify(text: str) -> None:
-    """Tell systemd, where it asked to be told (sd_notify(3))."""
-    path = os.environ.get("NOTIFY_SOCKET")
-    if path:
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            sock.sendto(text.encode(), "\0" + path[1:] if path.startswith("@") else path)
 
 
 class _Launcher:
