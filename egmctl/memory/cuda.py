@@ -39,9 +39,17 @@ def driver_or_refuse(kind: str) -> Driver:
         raise PreflightError(
             error.message,
             where=f"memory kind {kind}",
-            hint=error.hint or 'make a GPU visible to this process, or use memory = "shm"',
+            hint=error.hint or _no_gpu_hint(error),
             facts=error.facts,
         ) from error
+
+
+def _no_gpu_hint(error: CudaError) -> str:
+    if error.number == _NO_DEVICE:
+        return (
+            'make a GPU visible to this process (CUDA_VISIBLE_DEVICES, the container\'s devices), or use memory = "shm"'
+        )
+    return 'see what nvidia-smi says of the driver, or use memory = "shm"'
 
 
 def _where(spec: ChunkSpec) -> str:

@@ -23,13 +23,13 @@ __all__ = [
     "free_huge_pages",
     "map_file",
     "memfd",
-    "node_of_policy",
     "online_nodes",
     "page_nodes",
     "page_size",
     "populate",
     "reserve",
     "reserve_over",
+    "reserved_huge_pages",
     "seal",
     "set_node",
     "unmap",
@@ -54,15 +54,18 @@ _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 0x01, 0x02, 0x10, 0x20
 _MAP_NORESERVE = 0x4000
 _MAP_FIXED_NOREPLACE = 0x100000
+_MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MPOL_BIND = 2
-_MPOL_F_NODE, _MPOL_F_ADDR = 1, 2
 _MFD_NOEXEC_SEAL = 0x0008  # Linux 6.3
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAX_NODES = 1024
 
-# (mbind, get_mempolicy, move_pages): asm/unistd_64.h and asm-generic/unistd.h
-_SYSCALLS = {"x86_64": (237, 239, 279), "aarch64": (235, 236, 239)}
+# asm/unistd_64.h and asm-generic/unistd.h
+_SYSCALLS = {
+    "mbind": {"x86_64": 237, "aarch64": 235},
+    "move_pages": {"x86_64": 279, "aarch64": 239},
+}
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -72,11 +75,11 @@ def _fail(call: str) -> OSError:
     return OSError(number, f"{call}: {os.strerror(number)}")
 
 
-def _syscall(which: int, call: str, *arguments: object) -> int:
-    numbers = _SYSCALLS.get(platform.machine())
-    if numbers is None:
+def _syscall(call: str, *arguments: object) -> int:
+    number = _SYSCALLS[call].get(platform.machine())
+    if number is None:
         raise OSError(errno.ENOSYS, f"{call}: no system call number known for {platform.machine()}")
-    result = int(_libc.syscall(ctypes.c_long(numbers[which]), *arguments))
+    result = int(_libc.syscall(ctypes.c_long(number), *arguments))
     if result < 0:
         raise _fail(call)
     return result
@@ -110,10 +113,18 @@ def huge_page_sizes() -> list[int]:
 
 def free_huge_pages(page_bytes: int, node: int) -> int:
     """Free huge pages of one size on one node."""
-    name = f"hugepages-{page_bytes // 1024}kB/free_hugepages"
+    return _huge_pages(page_bytes, node, "free_hugepages")
+
+
+def reserved_huge_pages(page_bytes: int, node: int) -> int:
+    """Huge pages of one size that one node has, used ones included."""
+    return _huge_pages(page_bytes, node, "nr_hugepages")
+
+
+def _huge_pages(page_bytes: int, node: int, name: str) -> int:
     for folder in (f"/sys/devices/system/node/node{node}/hugepages", "/sys/kernel/mm/hugepages"):
         try:
-            return int(Path(folder, name).read_text(encoding="ascii"))
+            return int(Path(folder, f"hugepages-{page_bytes // 1024}kB", name).read_text(encoding="ascii"))
         except OSError:
             continue
     return 0
@@ -203,12 +214,18 @@ def reserve_over(address: int, nbytes: int) -> None:
 
 
 def map_file(fd: int, nbytes: int, *, over: int | None = None, exactly: int | None = None) -> int:
-    """Map a file shared, readable and writable: over a reservation of ours, exactly at a free address, or anywhere."""
+    """Map a file shared, readable and writable: over a reservation of ours, exactly at a free address, or anywhere.
+
+    A core dump leaves it out: it may be hundreds of GiB, and other people's data.
+    """
     if over is not None:
-        return _mmap_call(over, nbytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, fd)
-    if exactly is not None:
-        return _mmap_exactly(exactly, nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd)
-    return _mmap_call(0, nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd)
+        address = _mmap_call(over, nbytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, fd)
+    elif exactly is not None:
+        address = _mmap_exactly(exactly, nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd)
+    else:
+        address = _mmap_call(0, nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd)
+    _libc.madvise(address, nbytes, _MADV_DONTDUMP)  # a kernel that cannot is no reason to fail
+    return address
 
 
 def unmap(address: int, nbytes: int) -> None:
@@ -235,22 +252,7 @@ def set_node(address: int, nbytes: int, node: int) -> None:
         ctypes.c_ulong(_MAX_NODES + 1),  # the kernel counts one bit fewer than it is told
         ctypes.c_uint(0),
     )
-    _syscall(0, "mbind", *arguments)
-
-
-def node_of_policy(address: int) -> int:
-    """The node of the page at ``address``, which is faulted in."""
-    node = ctypes.c_int(-1)
-    _syscall(
-        1,
-        "get_mempolicy",
-        ctypes.byref(node),
-        ctypes.c_void_p(0),
-        ctypes.c_ulong(0),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(_MPOL_F_NODE | _MPOL_F_ADDR),
-    )
-    return node.value
+    _syscall("mbind", *arguments)
 
 
 def page_nodes(addresses: Sequence[int]) -> list[int]:
@@ -259,7 +261,6 @@ def page_nodes(addresses: Sequence[int]) -> list[int]:
     pages = (ctypes.c_void_p * count)(*addresses)
     status = (ctypes.c_int * count)()
     _syscall(
-        2,
         "move_pages",
         ctypes.c_int(0),
         ctypes.c_ulong(count),

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from egmctl.errors import PreflightError
 from egmctl.memory.base import MemoryKind
 from egmctl.memory.driver import Attribute, Driver
-from egmctl.memory.probe import probe
+from egmctl.memory.probe import ProbeResult, probe
 
-__all__ = ["REQUIRED", "attribute_problems", "check_cuda"]
+__all__ = ["REQUIRED", "ProbeResult", "attribute_problems", "check_cuda", "probe"]
 
 REQUIRED: dict[str, tuple[Attribute, ...]] = {
     "cuda-posix": (

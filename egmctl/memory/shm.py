@@ -179,11 +179,10 @@ def _binding_denied(error: OSError) -> str:
 
 
 def _huge_page_hint(page_bytes: int, node: int, nbytes: int) -> str:
-    pages = -(-nbytes // page_bytes)
-    return (
-        f"reserve them: echo {pages} > /sys/devices/system/node/node{node}/hugepages/hugepages-{page_bytes // 1024}kB"
-        f"/nr_hugepages (more for further chunks), or set huge_pages = false"
-    )
+    missing = max(-(-nbytes // page_bytes) - linux.free_huge_pages(page_bytes, node), 0)
+    wanted = linux.reserved_huge_pages(page_bytes, node) + missing
+    folder = f"/sys/devices/system/node/node{node}/hugepages/hugepages-{page_bytes // 1024}kB"
+    return f"reserve {missing} more: echo {wanted} > {folder}/nr_hugepages; or set huge_pages = false"
 
 
 class ShmProvider:

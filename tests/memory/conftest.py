@@ -27,13 +27,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         rows.setdefault(name, {})[side] = seen + ("" if passed else "  (FAILED)")
         if why:
             reasons[name] = why
-    if not any("real" in row for row in rows.values()):
+    rows = {name: row for name, row in rows.items() if len(row) == 2}
+    if not rows:
         return
     write = terminalreporter.write_line
     terminalreporter.section("the driver's contract: case | model | real driver")
     same = 0
     for name, row in sorted(rows.items()):
-        model, real = row.get("model", "-"), row.get("real", "-")
+        model, real = row["model"], row["real"]
         same += model == real
         mark = "  " if model == real else "!="
         write(f"{mark} {name} | {model} | {real}" + (f" | {reasons[name]}" if name in reasons else ""))
