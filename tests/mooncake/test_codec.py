@@ -246,6 +246,19 @@ def test_a_value_that_does_not_fit_its_type_is_refused(literal: str, value: Any)
         build(bytes.fromhex(literal), value)
 
 
+@pytest.mark.parametrize("literal", ["800c", "fd800c800cff", "8486800cff", "85800c"])
+@pytest.mark.parametrize("tail", [b"", b"tail"])
+def test_a_string_cannot_reach_beyond_its_message(literal: str, tail: bytes) -> None:
+    kind = bytes.fromhex(literal)
+    value = {"800c": "abc", "fd800c800cff": ("x", "abc"), "8486800cff": [(0, "abc")], "85800c": "abc"}[literal]
+    good = write_message(codec.Message(kind, value, 0, 1))
+    assert decode(good).value == value
+    assert good[-4:] == b"\x03abc"
+    for length in (4, 5, 200, 255):
+        with pytest.raises(CodecError):
+            decode(good[:-4] + bytes((length,)) + b"abc" + tail)
+
+
 def test_bytes_left_over_are_refused_unless_the_message_announces_a_tail() -> None:
     body = build(KEYS, (["a"], "t"))
     with pytest.raises(CodecError, match="after its payload"):
@@ -301,7 +314,7 @@ def _grown(children: st.SearchStrategy[Type]) -> st.SearchStrategy[Type]:
         # An optional nothing is told apart from None by no Python value; Mooncake has none.
         sized.filter(lambda kind: not isinstance(kind, Optional)).map(Optional),
         st.builds(Expected, children | st.just(Void()), st.just(Scalar("i"))),
-        st.builds(Map, children, children),
+        st.builds(Map, sized, children),
         st.builds(Array, sized, st.integers(1, 3)),
     )
 
@@ -324,16 +337,26 @@ def test_any_value_of_any_type_survives_and_both_decoders_agree(data: st.DataObj
     assert decode(build(literal, value)).value == value
 
 
-@settings(max_examples=300, deadline=None)
-@given(TYPES, st.integers(0, 3), st.binary(max_size=80))
-def test_both_decoders_agree_on_any_bytes(kind: Type, width: int, payload: bytes) -> None:
+@settings(max_examples=600, deadline=None)
+@given(st.data())
+def test_both_decoders_agree_on_damaged_payloads(data: st.DataObject) -> None:
+    kind = data.draw(st.one_of(TYPES, TYPES.map(lambda inner: Struct((inner, Text())))))
+    payload, width = codec.encode(literal_of(kind), data.draw(_values(kind)), width=data.draw(st.integers(0, 1)))
+    damaged = bytearray(payload)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(damaged)))
+        if data.draw(st.booleans()) and place < len(damaged):
+            damaged[place] = data.draw(st.sampled_from([0, 1, 2, 3, 255]))
+        else:
+            del damaged[place : place + data.draw(st.integers(1, 4))]
+    broken = bytes(damaged)
     try:
-        wanted: Any = reference_decode(kind, payload, width)
+        wanted: Any = reference_decode(kind, broken, width)
     except Damaged:
         with pytest.raises(CodecError):
-            decoder(literal_of(kind), width)(payload, 0, len(payload))
+            decoder(literal_of(kind), width)(broken, 0, len(broken))
         return
-    got = decoder(literal_of(kind), width)(payload, 0, len(payload))
+    got = decoder(literal_of(kind), width)(broken, 0, len(broken))
     assert repr(got) == repr(wanted)  # as text, since a NaN is not equal to itself
 
 

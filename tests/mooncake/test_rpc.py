@@ -673,19 +673,48 @@ def test_the_connection_is_not_inherited_by_programs_that_are_started() -> None:
 
 
 def test_a_forked_child_has_a_connection_of_its_own_and_the_parent_keeps_its() -> None:
-    with serving(echo) as (rpc, server):
+    ended = threading.Event()
+
+    def script(peer: Peer) -> None:
+        try:
+            while True:
+                seq, _, body = peer.request()
+                if body != b"never":
+                    peer.answer(seq, body)
+        except EOFError:
+            ended.set()
+
+    with serving(script) as (rpc, server):
         assert rpc.call("Ping", b"parent") == b"parent"
+        open_reply = rpc.submit("Ping", b"never")
+        ready, stop = os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                code = 0 if not rpc.connected() and rpc.call("Ping", b"child") == b"child" and rpc.epoch == 2 else 2
+                with pytest.raises(MasterLost):
+                    open_reply.result(5)
+                fine = not rpc.connected() and rpc.call("Ping", b"child") == b"child" and rpc.epoch == 2
+                os.write(ready[1], b"y" if fine else b"n")
+                os.close(stop[1])
+                os.read(stop[0], 1)
+                code = 0
             finally:
                 os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert rpc.call("Ping", b"parent again") == b"parent again"
-        assert rpc.epoch == 1
-        assert server.accepted == 2
+        try:
+            os.close(ready[1])
+            os.close(stop[0])
+            assert os.read(ready[0], 1) == b"y"
+            assert rpc.call("Ping", b"parent again") == b"parent again"
+            assert rpc.epoch == 1
+            assert server.accepted == 2
+            assert not ended.is_set()
+            rpc.close()
+            assert ended.wait(10)  # the child, which lives, does not hold the parent's connection open
+        finally:
+            os.close(stop[1])
+            os.close(ready[0])
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_request_larger_than_the_bound_is_not_sent() -> None:
