@@ -49,11 +49,11 @@ def import_share(share: Share, *, devices: Sequence[int], address: int | None = 
     when it is taken). The calling thread's current CUDA context is the last device's afterwards.
     """
     if share.kind == "shm":
-        from egmctl.memory.shm import import_shm
+        from egmctl.memory.shm_import import import_shm
 
         return import_shm(share, devices=devices, address=address)
     if share.kind in ("cuda-fabric", "cuda-posix"):
-        from egmctl.memory.cuda import import_cuda
+        from egmctl.memory.cuda_import import import_cuda
 
         return import_cuda(share, devices=devices, address=address)
     raise FailedError(f"memory kind {share.kind!r} is unknown", where="import")

@@ -18,7 +18,7 @@ from egmctl.memory.driver import AllocationProp, Attribute, CudaError, Driver, H
 from egmctl.steps import step
 from egmctl.units import MIB, format_size
 
-__all__ = ["ADDRESS_ALIGNMENT", "CudaChunk", "CudaMapping", "CudaProvider", "driver_or_refuse", "import_cuda"]
+__all__ = ["ADDRESS_ALIGNMENT", "CudaChunk", "CudaProvider", "driver_or_refuse", "explained", "releasing"]
 
 ADDRESS_ALIGNMENT = 16 * MIB
 """Mooncake's slab: its ``cachelib`` allocator takes only multiples of it as bases."""
@@ -67,7 +67,7 @@ def _hint(error: CudaError, kind: str) -> str:
 
 
 @contextmanager
-def _explained(where: str, kind: str) -> Iterator[None]:
+def explained(where: str, kind: str) -> Iterator[None]:
     """Errors of the driver, with the place and a hint."""
     try:
         yield
@@ -76,7 +76,7 @@ def _explained(where: str, kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def _releasing(where: str) -> Iterator[None]:
+def releasing(where: str) -> Iterator[None]:
     """Whatever goes wrong in a release leaves the rest owned."""
     try:
         yield
@@ -132,7 +132,7 @@ class CudaChunk:
         self, allocate: Callable[[ChunkSpec], int], access: Sequence[Location], progress: Callable[[int], None]
     ) -> None:
         spec, driver = self._spec, self._driver
-        with _explained(_where(spec), self._kind):
+        with explained(_where(spec), self._kind):
             with step("memory.cuda.create", chunk=spec.index):
                 handle = self._handle = allocate(spec)
             with step("memory.cuda.map", chunk=spec.index):
@@ -152,7 +152,7 @@ class CudaChunk:
         """The reverse, each part once: what fails stays ours, and is tried again the next time."""
         spec = self._spec
         self._whole, self._fabric = False, None
-        with _releasing(_where(spec)):
+        with releasing(_where(spec)):
             if self._fd is not None:
                 with step("memory.cuda.close", chunk=spec.index):
                     fd, self._fd = self._fd, None
@@ -185,7 +185,7 @@ class CudaProvider:
         self.kind: MemoryKind = kind
         self.warnings: list[str] = []
         self._driver = driver_or_refuse(kind)
-        with _explained(f"memory kind {kind}", kind):
+        with explained(f"memory kind {kind}", kind):
             self._devices = tuple(range(self._driver.device_count()) if devices is None else devices)
             flag = Attribute.GPU_DIRECT_RDMA_WITH_CUDA_VMM
             self._rdma = all(self._driver.attribute(device, flag) == 1 for device in self._devices)
@@ -196,7 +196,7 @@ class CudaProvider:
         self._next = self._end = 0
 
     def granularity(self, numa_node: int) -> int:
-        with _explained(f"NUMA node {numa_node}", self.kind):
+        with explained(f"NUMA node {numa_node}", self.kind):
             return self._driver.granularity(self._prop(numa_node))
 
     def preflight(self, specs: Sequence[ChunkSpec]) -> None:
@@ -241,7 +241,7 @@ class CudaProvider:
             raise ReleaseError(
                 f"{len(self._chunks)} chunks still exist", where="address range", hint="release the chunks first"
             )
-        with _releasing("address range"):
+        with releasing("address range"):
             while self._ranges:
                 with step("memory.cuda.unreserve"):
                     self._driver.address_free(*self._ranges[-1])
@@ -269,7 +269,7 @@ class CudaProvider:
         if self._next + size > self._end:
             first = not self._ranges
             wanted = max(size, -(-self._total_bytes // alignment) * alignment if first else 0)
-            with _explained("address range", self.kind):
+            with explained("address range", self.kind):
                 self._next = self._reserve(wanted, alignment, self._hint if first else None)
                 self._end = self._next + wanted
         address = self._next
@@ -284,94 +284,3 @@ class CudaProvider:
             self.close()
             raise FailedError(f"the driver gave {address:#x} instead", where=f"address {hint:#x}")
         return address
-
-
-class CudaMapping:
-    """An imported chunk, for the given GPUs, and for the CPU where that was granted."""
-
-    def __init__(self, driver: Driver, kind: MemoryKind, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._driver = driver
-        self._kind = kind
-        self._handle: int | None = None
-        self._address: int | None = None
-        self._mapped = False
-        self._cpu = False
-        self._gpus = False
-
-    @property
-    def address(self) -> int:
-        if self._address is None:
-            raise FailedError("the mapping is closed", where=f"{self._kind} mapping")
-        return self._address
-
-    @property
-    def device_address(self) -> int | None:
-        return self._address if self._gpus else None
-
-    def host_view(self) -> memoryview:
-        if not self._cpu:
-            raise FailedError(
-                "the CPU has no access to this mapping", where=f"{self._kind} mapping", hint="import it with devices=[]"
-            )
-        return linux.view(self.address, self.nbytes)
-
-    def _build(self, share: Share, devices: Sequence[int], address: int | None) -> None:
-        driver, nbytes = self._driver, self.nbytes
-        with step("memory.cuda.import"):
-            if share.fabric is not None:
-                self._handle = driver.import_fabric(share.fabric)
-            elif share.fd is not None:
-                self._handle = driver.import_fd(share.fd)
-            else:
-                raise FailedError("the share carries no handle", where=f"{self._kind} import")
-        with step("memory.cuda.import_reserve", nbytes=nbytes):
-            self._address = driver.address_reserve(nbytes, ADDRESS_ALIGNMENT, address or 0)
-        if address is not None and self._address != address:
-            raise FailedError(f"the address {address:#x} is taken in this process", where=f"{self._kind} import")
-        with step("memory.cuda.import_map"):
-            driver.mem_map(self._address, nbytes, 0, self._handle)
-            self._mapped = True
-        access = [Location("device", device) for device in devices]
-        # Memory behind a fabric handle may be another host's, to which only GPUs have a path.
-        cpu = self._kind == "cuda-posix" or not devices
-        if cpu:
-            access.append(Location("host_numa", share.numa_node))
-        with step("memory.cuda.import_access"):
-            driver.set_access(self._address, nbytes, access)
-        self._cpu, self._gpus = cpu, bool(devices)
-
-    def close(self) -> None:
-        self._cpu = self._gpus = False
-        with _releasing(f"{self._kind} mapping"):
-            if self._mapped:
-                with step("memory.cuda.import_unmap"):
-                    self._driver.mem_unmap(self.address, self.nbytes)
-                    self._mapped = False
-            if self._handle is not None:
-                with step("memory.cuda.import_release"):
-                    self._driver.mem_release(self._handle)
-                    self._handle = None
-            if self._address is not None:
-                with step("memory.cuda.import_free"):
-                    self._driver.address_free(self._address, self.nbytes)
-                    self._address = None
-
-
-def import_cuda(share: Share, *, devices: Sequence[int], address: int | None = None) -> CudaMapping:
-    """Import, reserve, map, grant access. A descriptor in ``share`` stays the caller's.
-
-    Raises `CudaError` with everything undone; a `ReleaseError` from the undoing carries the mapping as ``left``.
-    """
-    mapping = CudaMapping(get_driver(), share.kind, share.nbytes)
-    try:
-        with _explained(f"{share.kind} import", share.kind):
-            mapping._build(share, devices, address)
-    except BaseException:
-        try:
-            mapping.close()
-        except ReleaseError as error:
-            error.left = mapping
-            raise
-        raise
-    return mapping

@@ -16,7 +16,8 @@ from egmctl import steps
 from egmctl.errors import EgmError
 from egmctl.memory import Chunk, ChunkSpec, ReleaseError, import_share
 from egmctl.memory.base import MemoryKind
-from egmctl.memory.cuda import CudaMapping, CudaProvider
+from egmctl.memory.cuda import CudaProvider
+from egmctl.memory.cuda_import import CudaMapping
 from egmctl.memory.driver import install_driver
 from tests.model.config import Config, Fault
 from tests.model.driver import ModelDriver
