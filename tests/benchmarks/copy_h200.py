@@ -235,6 +235,9 @@ class Bench:
         self.rows.append({"name": "gather of 4 KiB over one batch of the same size", "times": round(rate / one, 1)})
         times = self.seconds(self.copies([(0, fragments)], strategy="kernel"))
         self.row(f"kernel, {count} x 4 KiB fragments from a Python list", count * 4096, times)
+        table: Any = np.array(fragments, dtype=np.uint64)
+        times = self.seconds(self.copies([(0, table)], strategy="kernel"))
+        self.row(f"kernel, {count} x 4 KiB fragments from a NumPy array", count * 4096, times)
 
     def top_k(self, count: int = 2048, entry: int = 656) -> None:
         for span in (512 * MIB, min(4 * GIB, self.pool_bytes)):
@@ -256,6 +259,9 @@ class Bench:
             times = sorted(t * 1e6 for t in self.seconds(self.copies([(0, fragments)]), 500, 50))
             more = {"p50_us": round(times[250], 1), "p99_us": round(times[495], 1)}
             self.row(f"one copy of {size // KIB} KiB", size, [times[250] / 1e6], **more)
+            times = sorted(t * 1e6 for t in self.seconds(self.raw([(0, self.hbm[0], self.dram, size)]), 500, 50))
+            more = {"p50_us": round(times[250], 1), "p99_us": round(times[495], 1)}
+            self.row(f"raw copy of {size // KIB} KiB", size, [times[250] / 1e6], **more)
 
 
 def main() -> None:

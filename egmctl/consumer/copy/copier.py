@@ -77,13 +77,13 @@ class GpuCopier:
         Raises `InvalidRequest`, `StoreClosed`, `CudaError`, and `KernelError` when strategy ``kernel`` was asked for
         and it cannot be compiled here (``auto`` then uses the engine, and warns once).
         """
-        flat = _flat(fragments)
+        flat, smallest, largest = _flat(fragments)
         if not flat:
             return Finished()
         pool = self._pool(device)
         borrowed = pool.borrow()
         driver = self._driver
-        small, large = self._split(flat, pool.device, strategy or self._options.strategy)
+        small, large = self._split(flat, smallest, largest, pool.device, strategy or self._options.strategy)
         try:
             after = None
             if stream is not None:
@@ -91,7 +91,7 @@ class GpuCopier:
                 driver.event_record(after, stream)
             used = self._by_engine(borrowed, large, after) if large else []
             if small:
-                used.append(self._by_kernel(borrowed, small, after))
+                used.append(self._by_kernel(borrowed, small, largest if small is flat else None, after))
             for other in used[1:]:
                 event = borrowed.event()
                 driver.event_record(event, other)
@@ -114,7 +114,7 @@ class GpuCopier:
             )
         return pool
 
-    def _split(self, flat: Flat, device: int, strategy: Strategy) -> tuple[Flat, Flat]:
+    def _split(self, flat: Flat, smallest: int, largest: int, device: int, strategy: Strategy) -> tuple[Flat, Flat]:
         """(for the kernel, for the engine)."""
         none: Flat = array("Q")
         if strategy == "kernel":
@@ -123,10 +123,9 @@ class GpuCopier:
             return none, flat
         direction: Direction = "put" if self._is_put(flat[0]) else "get"
         below = self._thresholds[device].kernel_below(direction)
-        sizes = flat[2::3]
-        if min(sizes) >= below:
+        if smallest >= below:
             return none, flat
-        if max(sizes) < below:
+        if largest < below:
             return (flat, none) if self._has_kernel(device) else (none, flat)
         small, large = array("Q"), array("Q")
         for at in range(0, len(flat), 3):
@@ -184,8 +183,8 @@ class GpuCopier:
             return False
         return True
 
-    def _by_kernel(self, borrowed: Borrowed, flat: Flat, after: int | None) -> int:
-        longest = max(flat[2::3])
+    def _by_kernel(self, borrowed: Borrowed, flat: Flat, largest: int | None, after: int | None) -> int:
+        longest = max(flat[2::3]) if largest is None else largest
         if longest > _ROW:
             flat = _rows(flat)
             longest = _ROW
@@ -198,7 +197,7 @@ class GpuCopier:
         job = TableJob(
             table=table,
             rows=len(flat) // 3,
-            nbytes=sum(flat[2::3]),
+            longest=longest,
             pieces=-(-longest // _PIECE),
             piece_bytes=_PIECE,
             put=self._is_put(flat[0]),
@@ -276,8 +275,11 @@ def abandon(borrowed: Borrowed) -> None:
     borrowed.give_back()
 
 
-def _flat(fragments: Fragments) -> Flat:
-    """Destination, source, bytes, destination, ...: without empty fragments, and with neighbours joined."""
+def _flat(fragments: Fragments) -> tuple[Flat, int, int]:
+    """Destination, source, bytes, destination, ..., and the fewest and the most bytes of one.
+
+    Without empty fragments, and with neighbours joined.
+    """
     try:
         if isinstance(fragments, (list, tuple)):
             flat: Flat = array("Q", chain.from_iterable(fragments))
@@ -295,14 +297,19 @@ def _flat(fragments: Fragments) -> Flat:
         raise InvalidRequest(
             f"{len(flat)} integers are not fragments", hint="give destination, source and bytes of each"
         )
-    if not flat:
-        return flat
-    sizes = flat[2::3]
-    if max(sizes) > _LARGEST:
-        raise InvalidRequest(f"a fragment of {max(sizes)} bytes")
+    if len(flat) == 3 and 0 < flat[2] <= _LARGEST:
+        return flat, flat[2], flat[2]
+    sizes = flat[2::3].tolist()
+    smallest, largest = min(sizes, default=0), max(sizes, default=0)
+    if largest > _LARGEST:
+        raise InvalidRequest(f"a fragment of {largest} bytes")
     # those who cut one range into pieces give the pieces in a row: two of them tell, without a look at thousands
     joined = len(flat) > 3 and flat[3] == flat[0] + flat[2] and flat[4] == flat[1] + flat[2]
-    return _merged(flat) if joined or min(sizes) == 0 else flat
+    if joined or (smallest == 0 and flat):
+        flat = _merged(flat)
+        sizes = flat[2::3].tolist()
+        smallest, largest = min(sizes, default=0), max(sizes, default=0)
+    return flat, smallest, largest
 
 
 def _merged(flat: Flat) -> Flat:

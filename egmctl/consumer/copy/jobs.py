@@ -40,11 +40,11 @@ class Range(NamedTuple):
 
 class TableJob(NamedTuple):
     """``rows`` rows {destination, source, nbytes} of 64-bit integers at ``table``, each cut into ``pieces`` of
-    ``piece_bytes`` (rows shorter than that have fewer). ``put``: the destination is the DRAM side."""
+    ``piece_bytes`` (shorter rows have fewer); none is over ``longest``. ``put``: the destination is the DRAM side."""
 
     table: int
     rows: int
-    nbytes: int
+    longest: int
     pieces: int
     piece_bytes: int
     put: bool

@@ -91,7 +91,7 @@ class CudaKernels:
         work = job.rows * job.pieces
         tile = _tile(work, job.blocks, job.threads)
         packed = _TABLE_JOB.pack(
-            job.table, job.rows, job.pieces, job.piece_bytes, job.put, _group(job.nbytes // job.rows), tile, 0
+            job.table, job.rows, job.pieces, job.piece_bytes, job.put, _group(job.longest), tile, 0
         )
         self._launch(device, "egm_table", _fit(work, job.blocks, tile), job.threads, packed, stream)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from egmctl.consumer.copy.jobs import BINS
@@ -111,7 +110,7 @@ class DevicePool:
         self.device = device
         self._lock = threading.Lock()
         self._here = threading.local()
-        self._streams: deque[int] = deque()
+        self._streams: list[int] = []
         self._events: list[int] = []
         self._words: list[ErrorWord] = []
         self._free: dict[tuple[str, int], list[Block]] = {}
@@ -138,10 +137,10 @@ class DevicePool:
             self._here.entered = True
 
     def take_stream(self) -> int:
-        # least recently used first: copies that follow each other run on different streams
+        # the one used last: the GPU need not switch to another channel
         for attempt in range(2):
             try:
-                return self._streams.popleft()
+                return self._streams.pop()
             except IndexError:
                 if attempt == 0:
                     self._sweep()
@@ -235,7 +234,7 @@ class DevicePool:
             copy.settle()
         self.driver.use_device(self.device)
         with self._lock:
-            streams, self._every_stream, self._streams = self._every_stream, [], deque()
+            streams, self._every_stream, self._streams = self._every_stream, [], []
             events, self._every_event, self._events = self._every_event, [], []
             blocks = [block for free in self._free.values() for block in free]
             pages, self._word_pages, self._words = self._word_pages, [], []
