@@ -20,7 +20,7 @@ READY  := $(VENV)/.ready
 SYSTEM := .cache/system-ready
 MASTER := $(MOONCAKE_DIR)/.ready
 
-.PHONY: demo test lint format types unit faults bench man lock clean help
+.PHONY: help demo test lint format types unit faults man lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -50,9 +50,9 @@ types: $(READY)
 unit: $(READY) $(MASTER)
 	$(BIN)/pytest -n $(WORKERS)
 
-## make bench    direct copies beside the stock TCP path, on a pool of this machine
-bench: $(READY) $(MASTER)
-	$(BIN)/egmctl demo
+## make faults   only the tests that make every step fail in turn
+faults: $(READY) $(MASTER)
+	$(BIN)/pytest -n $(WORKERS) tests/provider/test_faults.py
 
 ## make man      write the manual pages again from the commands
 man: $(READY)

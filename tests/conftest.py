@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.master import ALL_VERSIONS, Master, MasterMissing
+
+# A machine that is busy with other tests is slow, and that is no finding about what is tested.
+settings.register_profile("egmctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("egmctl")
 
 
 def _running(version: str) -> Iterator[Master]:

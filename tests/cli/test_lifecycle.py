@@ -160,10 +160,10 @@ def test_an_abandoned_pool_is_listed_until_it_is_forgotten(egmctl: Egmctl, tmp_p
     assert egmctl("status", "dev").code == 2
 
 
-def _start(state: Path, *arguments: str) -> subprocess.Popen[str]:
+def _start(state: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "egmctl", *arguments],
-        env={**os.environ, "EGMCTL_STATE_DIR": str(state), "NO_COLOR": "1"},
+        env={**os.environ, "EGMCTL_STATE_DIR": str(state), "NO_COLOR": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -184,6 +184,43 @@ def test_an_interrupt_while_provisioning_undoes_and_leaves_nothing(
     assert "Traceback" not in said
     assert egmctl("status", "--json").document["pools"] == []
     assert not _agents(state)
+
+
+SLOW = """
+import time
+from egmctl import steps
+class Slow:
+    def before(self, site, detail):
+        if site.startswith("memory."):
+            time.sleep(0.2)
+    def after(self, site, detail, error):
+        pass
+def install():
+    steps.watch(Slow())
+"""
+
+
+def test_a_second_interrupt_stops_at_once_and_says_that_cleanup_is_pending(
+    egmctl: Egmctl, tmp_path: Path, state: Path
+) -> None:
+    (tmp_path / "slow_seam.py").write_text(SLOW)
+    seam = {"EGMCTL_SEAMS": "slow_seam:install", "PYTHONPATH": str(tmp_path)}
+    process = _start(state, "provision", _spec(tmp_path, size="256MiB"), "--json", **seam)
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    while "once more" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    document, said = process.communicate(timeout=60)
+    assert process.returncode == 4, said
+    assert json.loads(document)["code"] == "cleanup-pending"
+    # The agent goes on undoing by itself.
+    deadline = time.monotonic() + 60
+    while _agents(state) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _agents(state)
+    assert egmctl("status", "--json").document["pools"] == []
 
 
 def test_an_agent_in_the_foreground_says_when_the_pool_is_there_and_ends_with_it(
