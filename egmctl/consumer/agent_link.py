@@ -18,6 +18,7 @@ from egmctl.memory.base import Share
 
 __all__ = ["Watch", "check_peer", "export"]
 
+_ROOT = 0
 _MAX_LINE = 1 << 20
 _MAX_FDS = 64  # the agent sends at most so many with one message
 
@@ -53,7 +54,7 @@ def check_peer(link: socket.socket, path: str) -> None:
     could listen at a path that a descriptor names."""
     raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", raw)
-    if uid in (0, os.geteuid()):
+    if uid in (_ROOT, os.geteuid()):
         return
     with suppress(OSError):
         if os.stat(os.path.dirname(path)).st_uid == uid:
@@ -176,8 +177,7 @@ class Watch:
         except BaseException:
             self._link.close()
             raise
-        self._alive = True
-        self._take()
+        self._alive = self._take()
 
     def alive(self) -> bool:
         """False for good once the agent has closed its end; also takes in what it has said of withdrawn chunks."""

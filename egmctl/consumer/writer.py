@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from egmctl.consumer.engine import Backoff, Engine, Part, settle, split_batch
-from egmctl.consumer.errors import InterruptedPut, NoSpace, StaleAllocation, StoreError, Unreachable
+from egmctl.consumer.errors import InterruptedPut, NoSpace, ObjectNotFound, StaleAllocation, StoreError, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Answer, Reserved, is_transient
 from egmctl.consumer.pins import Again, Pins, Target
@@ -245,12 +245,14 @@ class WriteRound:
             if not isinstance(row, EgmError):
                 self.outcomes[index] = request.nbytes
             else:
-                self.outcomes[index] = InterruptedPut(
+                refused = InterruptedPut(
                     f"not published: {row.message}",
                     where=f"object {request.key!r}",
-                    hint="the Master has given the space up meanwhile (discarded, removed or restarted): put it again",
+                    hint="the Master gave the space up meanwhile (discarded, unmounted or restarted): put it again",
                     facts={"revoked": True},
                 )
+                # It knows no such object, so there is nothing that trying again could harm.
+                self.outcomes[index] = Again(refused) if isinstance(row, ObjectNotFound) else refused
 
     def abandon(self) -> None:
         """Wait for copies under way, then give the space back and let go of the memory. Twice is once."""

@@ -21,6 +21,8 @@ from egmctl.consumer.errors import (
     Unreachable,
 )
 from egmctl.errors import EgmError
+from egmctl.mooncake.admin import AdminClient
+from egmctl.mooncake.descriptor import SegmentDescriptor
 from egmctl.mooncake.master import ReplicateConfig
 from tests.consumer.mini_provider import MiniProvider
 from tests.consumer.support import Background, Memory, PausingCopier, payload, until
@@ -107,20 +109,24 @@ def test_a_get_during_which_the_master_was_restarted_is_done_again(
     master: Master, slow: EgmStore, target: Memory, copier: PausingCopier, provider: MiniProvider
 ) -> None:
     with EgmStore.connect(master.address) as store:
-        store.put("k", OLD)
+        one_chunk = ReplicateConfig(preferred_segments=(f"{provider.endpoint}/numa0/0",))
+        store.put("so that the provider is bound", OLD)
+        master.restart()
+        provider.order("mount")
+        store.put("k", OLD, config=one_chunk)
         before = store._engine.master.locate(["k"])()[0].places[0]  # type: ignore[union-attr]
         reading = Background(lambda: slow.get_into("k", target.address, SIZE))
         assert copier.paused.wait(10)
         master.restart()
         provider.order("mount")
-        store.put("k", NEW)  # the first put after a start gets the same place and the same replica number again
+        store.put(
+            "k", NEW, config=one_chunk
+        )  # the first put after a start gets the same place and the same replica number again
         after = store._engine.master.locate(["k"])()[0].places[0]  # type: ignore[union-attr]
         copier.go.set()
         assert reading.result() == SIZE
         assert target.read(SIZE) == NEW
-    if before == after:
-        return  # as expected: nothing but the connection told the two apart
-    assert before.address != after.address or before.replica != after.replica
+    assert before == after, "nothing but the connection may tell the two apart"
 
 
 def test_a_put_during_which_the_master_was_restarted_publishes_no_mixture(
@@ -293,6 +299,37 @@ def test_a_reborn_provider_never_passes_its_bytes_as_the_old_object(lasting: Mas
                     assert reader.get(f"n{id(reader)}") == NEW
             finally:
                 second.close()
+
+
+def test_space_reserved_before_its_provider_was_bound_is_not_written_to() -> None:
+    with (
+        Master(client_ttl=2) as master,
+        MiniProvider(master.address, chunks=[32 * MIB], address=0x5A6_0000_0000) as first,
+        EgmStore.connect(master.address) as store,
+        EgmStore.connect(master.address) as other,
+    ):
+        fetch = store._engine.bindings._fetch
+        reborn: list[MiniProvider] = []
+
+        def replaced_meanwhile(endpoint: str) -> SegmentDescriptor:
+            if not reborn:
+                first.kill()
+                reborn.append(_reborn(first, master))
+                names = AdminClient(master.admin_address)
+                until(lambda: len(names.segments_detail()) == 1)
+                reborn[0].order("exclusive", value=True)
+                other.put("x", NEW)  # gets the very place that was reserved for "k" at the first one
+            return fetch(endpoint)
+
+        store._engine.bindings._fetch = replaced_meanwhile
+        try:
+            assert store.put("k", OLD) == SIZE
+            assert reborn
+            assert other.get("x") == NEW
+            assert other.get("k") == OLD
+        finally:
+            for provider in reborn:
+                provider.close()
 
 
 def _not_found(store: EgmStore, key: str) -> bool:
