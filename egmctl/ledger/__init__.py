@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from egmctl.ledger.lock import Holder, OwnerLock, holder_of
-from egmctl.ledger.processes import boot_id, is_running, start_time
+from egmctl.ledger.processes import await_end, boot_id, is_running, start_time
 from egmctl.ledger.records import (
     ENDED_CHUNK,
     ENDED_SEGMENT,
@@ -31,6 +31,7 @@ __all__ = [
     "Resource",
     "SegmentId",
     "SegmentRow",
+    "await_end",
     "boot_id",
     "holder_of",
     "is_running",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-__all__ = ["boot_id", "is_running", "start_time"]
+__all__ = ["await_end", "boot_id", "is_running", "start_time"]
 
 
 def boot_id() -> str:
@@ -33,3 +34,13 @@ def is_running(pid: int | None, started: int | None) -> bool:
         return False
     now = start_time(pid)
     return now is not None and (started is None or now == started)
+
+
+def await_end(pid: int, started: int | None, patience: float = 15.0) -> bool:
+    """Whether that process has ended, after giving it some time to."""
+    deadline = time.monotonic() + patience
+    while is_running(pid, started):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True

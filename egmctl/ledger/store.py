@@ -244,6 +244,9 @@ class Ledger:
                 )
                 ledger.set_pool(**pool)
         except LedgerWriteError as error:
+            # A commit that reports failure may be on disk all the same; nothing is owned, so say that as well.
+            with suppress(LedgerWriteError), ledger.record("provision did not begin") as undone:
+                undone.set_pool(state="gone", goal="gone")
             ledger.close()
             raise _unwritable(path, error) from error
         except BaseException:

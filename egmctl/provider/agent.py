@@ -321,14 +321,14 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except EgmError as error:
         print(f"egmctl: {error}\n  do: {error.hint}", file=sys.stderr, flush=True)
-        launcher.finish({"ok": False, "error": error.document()})
+        launcher.finish({"ok": False, "error": error.document(), "ends": True})
         return error.exit_code
     except Exception as error:
         import traceback
 
         traceback.print_exc(file=sys.stderr)
         unexpected = FailedError(f"the agent: {type(error).__name__}: {error}", hint="see the agent's log")
-        launcher.finish({"ok": False, "error": unexpected.document()})
+        launcher.finish({"ok": False, "error": unexpected.document(), "ends": True})
         return 1
     return 0
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from egmctl.errors import BusyError, CleanupPendingError, EgmError, UsageError
-from egmctl.ledger import LedgerUnreadable, PoolRecord, boot_id, holder_of, is_running, read_only
+from egmctl.ledger import LedgerUnreadable, PoolRecord, await_end, boot_id, holder_of, is_running, read_only
 from egmctl.paths import Paths
 from egmctl.planning import Plan, check_plan_fits
 from egmctl.provider.control_client import AgentGone, ControlClient
@@ -17,9 +16,6 @@ from egmctl.provider.report import compare_with_master, ledger_report
 from egmctl.steps import step
 
 __all__ = ["forget", "mount_pool", "pool_status", "provision", "teardown_pool"]
-
-EXIT_PATIENCE = 15.0
-"""Seconds an agent gets to end after its pool is gone."""
 
 
 def provision(
@@ -143,10 +139,10 @@ def teardown_pool(
                 result = client.ask(
                     "teardown", progress=progress, timeout=None, grace=0.0 if now else grace, abandon=abandon
                 )
-            _await_end(record)
+            await_end(record.agent_pid, record.agent_started)
             return {**result, "already": False}
         except AgentGone:
-            if not _await_end(record):
+            if not await_end(record.agent_pid, record.agent_started):
                 raise BusyError(
                     f"its agent (pid {record.agent_pid}) runs but does not answer on its control socket",
                     where=f"pool {name}",
@@ -157,16 +153,6 @@ def teardown_pool(
 
     result = teardown_from_ledger(name, paths, abandon=abandon, progress=progress, patience=2.0)
     return {"already": False, **result}
-
-
-def _await_end(record: PoolRecord) -> bool:
-    """Whether the agent has ended, after giving it some time to."""
-    deadline = time.monotonic() + EXIT_PATIENCE
-    while is_running(record.agent_pid, record.agent_started):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def pool_status(paths: Paths, name: str | None = None, *, compare: bool = True) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import egmctl
 from egmctl.errors import EgmError, FailedError, PreflightError
-from egmctl.ledger import read_only
+from egmctl.ledger import await_end, read_only, start_time
 from egmctl.paths import Paths
 from egmctl.planning import Plan
 from egmctl.provider import messages, recover
@@ -91,6 +91,7 @@ def _spawn(plan: Plan, paths: Paths, progress: socket.socket, mount: bool) -> No
 def _follow(pool: str, paths: Paths, sock: socket.socket, progress: Progress) -> dict[str, Any]:
     reader = messages.LineReader(sock)
     asked_to_stop = False
+    pid = started = 0
     while True:
         try:
             message = reader.read(None)
@@ -107,10 +108,15 @@ def _follow(pool: str, paths: Paths, sock: socket.socket, progress: Progress) ->
             message = None
         if message is None:
             raise _died(pool, paths, progress)
+        if message.get("event") == "started":
+            pid = int(message.get("pid", 0))
+            started = start_time(pid) or 0
         if message.get("ok") is True:
             result = message.get("result")
             return result if isinstance(result, dict) else {}
         if "ok" in message:
+            if message.get("ends"):
+                await_end(pid, started)
             raise messages.error_from_document(message.get("error"))
 
 

@@ -288,16 +288,19 @@ class Pool:
             raise failure from error
 
     def _abandon(self) -> list[str]:
-        """Give up on what could not be undone: say what is left where, and mark it so that the walk goes on past it."""
+        """Give up on what could not be undone, no more of it than needed: say what is left where, and mark it so that
+        the walk goes on past it. Empty when there is nothing to give up."""
         record = self.record_now()
         left = [
             f"segment {row.name} (id {row.id[0]}-{row.id[1]}) may still be listed at Master {row.master}"
             for row in record.live_segments
         ]
-        resources = [
-            r for r in record.resources if r.state in ("intended", "present") and r.kind in ("metadata", "engine")
-        ]
-        left += [f"{r.kind} {r.name} {r.detail.get('url') or r.detail.get('pid') or ''}".strip() for r in resources]
+        resources = []
+        if not left:
+            kinds = {"metadata": "url", "engine": "pid"}
+            present = [r for r in record.resources if r.state in ("intended", "present") and r.kind in kinds]
+            resources = present[-1:]
+            left = [f"{r.kind} {r.name} ({kinds[r.kind]} {r.detail.get(kinds[r.kind])})" for r in resources]
         if left:
             with self.record("abandoned", left=left) as ledger:
                 ledger.set_segments("abandoned", (row.id for row in record.live_segments))
