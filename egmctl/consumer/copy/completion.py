@@ -36,11 +36,11 @@ class Submitted:
     used. `order` lets a stream go on after the copy, but only ``wait`` says whether it was good.
     """
 
-    def __init__(self, borrowed: Borrowed, event: int, keep: Any = None, where: str = "") -> None:
+    def __init__(self, borrowed: Borrowed, event: int, keep: Any = None, what: tuple[str, int] = ("copy", 0)) -> None:
         self._borrowed = borrowed
         self._event = event
         self._keep = keep
-        self._where = where
+        self._what = what
         self._lock = threading.Lock()
         self._over = False
         self._error: EgmError | None = None
@@ -119,7 +119,7 @@ class Submitted:
                     first = word.first_bad(self._borrowed.pool.driver)
                     self._error = BadOffset(
                         f"entry {first} lies outside its object",
-                        where=self._where,
+                        where=f"{self._what[0]} of {self._what[1]} entries",
                         hint="offsets are bytes from the start of the object; an entry must end inside it",
                         facts={"entry": first},
                     )

@@ -36,7 +36,10 @@ ORDER_SPAN = GIB
 """Up to this span the translations of all pages stay at hand."""
 ORDER_COUNT = 4096
 """Fewer entries are over before ordering them has paid for itself."""
-SORT_PUTS = True
+LINE = 64
+"""Host memory takes a line that is written in part more slowly: puts of entries that leave such lines are ordered
+within the page too, so that neighbours meet (656 B x 786432 over 512 MiB: 44.8 in the order given, 46.5 so)."""
+ORDER_RAGGED_COUNT = 65536
 _MOST = 1 << 31
 
 
@@ -145,9 +148,7 @@ class GpuGatherer:
                 self._driver.stream_synchronize(stream)
             abandon(borrowed)
             raise
-        submitted = Submitted(
-            borrowed, event, (where.owner, which), f"{'scatter' if put else 'gather'} of {where.length} entries"
-        )
+        submitted = Submitted(borrowed, event, (where.owner, which), ("scatter" if put else "gather", where.length))
         pool.track(submitted)
         return submitted
 
@@ -183,11 +184,12 @@ class GpuGatherer:
     ) -> Order | None:
         if mode == "never" or (mode == "auto" and (entry_bytes >= ORDER_BELOW or count < ORDER_COUNT)):
             return None
+        ragged = put and entry_bytes % LINE != 0
         span = sum(nbytes for _, nbytes in ranges)
-        if mode == "auto" and span <= ORDER_SPAN:
+        if mode == "auto" and span <= ORDER_SPAN and not (ragged and count >= ORDER_RAGGED_COUNT):
             return None
         starts, ranks = borrowed.scratch(4 * (BINS + 1)), borrowed.scratch(4 * count)
-        items, second = borrowed.scratch(16 * count), borrowed.scratch(16 * count) if put and SORT_PUTS else 0
+        items, second = borrowed.scratch(16 * count), borrowed.scratch(16 * count) if ragged else 0
         return Order(borrowed.counts(), starts, ranks, items, second, span)
 
     def prepare(self) -> None:

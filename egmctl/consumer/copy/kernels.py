@@ -59,6 +59,17 @@ def _check(call: str, result: Any) -> None:
         raise CudaError(call, getattr(result, "name", str(result)), int(result))
 
 
+class _Argument(threading.local):
+    """Each thread's place for the one argument of a kernel, and the address of a pointer to it."""
+
+    def __init__(self) -> None:
+        size = max(_TABLE_JOB.size, _ENTRY_JOB.size)
+        buffer = ctypes.create_string_buffer(size)
+        self.packed = memoryview(buffer).cast("B")
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self.pointer = ctypes.addressof(self._pointers)
+
+
 class CudaKernels:
     """`egmctl.consumer.copy.jobs.Kernels` on GPUs. Compiles once for an architecture, loads once for a device."""
 
@@ -68,6 +79,7 @@ class CudaKernels:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._functions: dict[int, dict[str, Any]] = {}
+        self._argument = _Argument()
 
     def prepare(self, device: int) -> None:
         if device in self._functions:
@@ -135,12 +147,9 @@ class CudaKernels:
         if functions is None:
             self.prepare(device)
             functions = self._functions[device]
-        argument = ctypes.c_char_p(packed)
-        pointer = ctypes.c_void_p(ctypes.cast(argument, ctypes.c_void_p).value)
-        # the driver copies what this points to before it returns
-        (result,) = cuda.cuLaunchKernel(
-            functions[name], blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(pointer), 0
-        )
+        argument = self._argument
+        argument.packed[: len(packed)] = packed  # copied by the driver before it returns
+        (result,) = cuda.cuLaunchKernel(functions[name], blocks, 1, 1, threads, 1, 1, 0, stream, argument.pointer, 0)
         _check(f"cuLaunchKernel({name})", result)
 
 

@@ -266,7 +266,7 @@ extern "C" __global__ void egm_place(const EntryJob job) {
   }
 }
 
-// Puts only: within a page by KiB, so that neighbours are written together and share the lines that neither fills.
+// Within a page by KiB, so that neighbours are written together and share the lines that neither fills.
 extern "C" __global__ void egm_sort(const EntryJob job) {
   __shared__ u32 places[EGM_KIBS];
   const u32 *starts = reinterpret_cast<const u32 *>(job.starts);

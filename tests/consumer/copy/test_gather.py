@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egmctl.consumer.copy import DeviceArray, GpuGatherer, Range, as_numbers
+from egmctl.consumer.copy import DeviceArray, GpuGatherer, Range, as_numbers, make_gatherer
+from egmctl.consumer.copy.jobs import EntryJob
 from egmctl.consumer.errors import BadOffset, InvalidRequest, StoreClosed
 from tests.consumer.copy.conftest import ROOM, Machine, ModelMachine
+from tests.model.kernels import ModelKernels
 
 SPACE = 200_000
 ENTRY_SIZES = st.sampled_from([1, 2, 3, 7, 8, 16, 31, 64, 100, 128, 256, 576, 656, 1152, 4096, 20_000, 40_001])
@@ -266,6 +268,44 @@ def test_a_gatherer_gives_everything_back(model: ModelMachine) -> None:
     with pytest.raises(StoreClosed):
         gatherer.gather(place.objects[0], [0], 16, place.hbm, device=0)
     place.gatherer.close()
+
+
+class Watched(ModelKernels):
+    """Notes what it is given, and does nothing."""
+
+    def __init__(self, machine: ModelMachine) -> None:
+        super().__init__(machine.driver)
+        self.jobs: list[EntryJob] = []
+
+    def gather(self, device: int, stream: int, job: EntryJob) -> None:
+        self.jobs.append(job)
+
+    scatter = gather
+
+
+@pytest.mark.parametrize(
+    ("entry", "span", "count", "gathers", "scatters"),
+    [
+        (656, 4 << 30, 100_000, "pages", "lines"),
+        (576, 4 << 30, 100_000, "pages", "pages"),
+        (656, 512 << 20, 100_000, "no", "lines"),
+        (576, 512 << 20, 100_000, "no", "no"),
+        (656, 4 << 30, 2048, "no", "no"),
+        (4096, 64 << 30, 100_000, "no", "no"),
+    ],
+)
+def test_entries_are_ordered_when_it_pays(
+    model: ModelMachine, entry: int, span: int, count: int, gathers: str, scatters: str
+) -> None:
+    kernels = Watched(model)
+    gatherer = make_gatherer(model.driver, [0], model.options(), kernels=kernels)
+    offsets = DeviceArray(4096, count, 8)
+    gatherer.gather(Range(1 << 30, span), offsets, entry, 1 << 20, device=0).wait()
+    gatherer.scatter(Range(1 << 30, span), offsets, entry, 1 << 20, device=0).wait()
+    gatherer.gather(Range(1 << 30, span), offsets, entry, 1 << 20, device=0, order="never").wait()
+    seen = ["no" if job.order is None else "lines" if job.order.sorted else "pages" for job in kernels.jobs]
+    assert seen == [gathers, scatters, "no"]
+    gatherer.close()
 
 
 def test_no_offsets_are_done_at_once(place: Place) -> None:
