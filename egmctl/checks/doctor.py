@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from egmctl.checks.base import CheckResult, ok, run_checks
-from egmctl.checks.machine import KINDS, Machine, checks_for
+from egmctl.checks.kinds import checks_for
+from egmctl.checks.machine import KINDS, Machine
 from egmctl.errors import UsageError
 from egmctl.memory.base import MemoryKind
 from egmctl.memory.driver import Attribute, CudaError
+from egmctl.topology.read import Roots
 
 if TYPE_CHECKING:
     from egmctl.paths import Paths
@@ -23,6 +25,7 @@ def run_doctor(
     paths: Paths,
     *,
     topology: Topology | None = None,
+    roots: Roots | None = None,
     told: Callable[[str, CheckResult], None] | None = None,
 ) -> dict[str, Any]:
     """The document ``egmctl/doctor/1``: ``ok``, ``kinds`` {kind: ok|None} and ``checks``, each with its kind.
@@ -33,16 +36,17 @@ def run_doctor(
     """
     if kind is not None and kind not in KINDS:
         raise UsageError(f"there is no memory kind {kind!r}", hint=f"one of {', '.join(KINDS)}")
+    roots = roots or Roots()
     if topology is None:
         from egmctl.topology import read_topology
 
-        topology = read_topology()
+        topology = read_topology(roots=roots)
     kinds: dict[str, bool | None] = {}
     checks: list[dict[str, Any]] = []
     for each in KINDS:
         if kind is not None and each != kind:
             continue
-        machine = Machine(each, topology=topology, paths=paths)
+        machine = Machine(each, topology=topology, paths=paths, roots=roots)
         reason = None if kind is not None else _not_meant(each, machine)
 
         def tell(result: CheckResult, each: MemoryKind = each) -> None:

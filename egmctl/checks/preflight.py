@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from egmctl.checks.base import CheckResult, run_checks
-from egmctl.checks.machine import Machine, checks_for
+from egmctl.checks.kinds import preflight_checks_for
+from egmctl.checks.machine import Machine
 from egmctl.errors import PreflightError
 from egmctl.memory.base import MemoryKind
+from egmctl.topology.read import Roots
 
 if TYPE_CHECKING:
     from egmctl.paths import Paths
@@ -18,15 +20,20 @@ __all__ = ["preflight"]
 
 
 def preflight(
-    kind: MemoryKind, nodes: Sequence[int], topology: Topology, *, paths: Paths | None = None
+    kind: MemoryKind,
+    nodes: Sequence[int],
+    topology: Topology,
+    *,
+    paths: Paths | None = None,
+    roots: Roots | None = None,
 ) -> list[CheckResult]:
     """Everything this machine must have to lend ``kind`` memory on ``nodes``; nothing of the pool is allocated.
 
     Returns the findings (warnings among them). Raises `PreflightError` (exit 3) when any check fails, with what was
     observed and the remedies in its message and hint, and all findings as ``facts["checks"]``.
     """
-    machine = Machine(kind, topology=topology, paths=paths, nodes=nodes)
-    results = run_checks(checks_for(kind), machine)
+    machine = Machine(kind, topology=topology, paths=paths, nodes=nodes, roots=roots)
+    results = run_checks(preflight_checks_for(kind), machine)
     failed = [result for result in results if result.status == "fail"]
     if not failed:
         return results
