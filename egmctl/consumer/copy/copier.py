@@ -264,12 +264,13 @@ class GpuCopier:
             pool.close()
 
 
-def abandon(borrowed: Borrowed) -> None:
-    """Give back what a copy borrowed whose queueing failed half-way, once what was queued of it is over."""
+def abandon(borrowed: Borrowed, stream: int | None = None) -> None:
+    """Give back what a copy borrowed whose queueing failed half-way, once what was queued of it (on ``stream`` too) is
+    over."""
     driver = borrowed.pool.driver
     try:
-        for stream in borrowed.streams:
-            driver.stream_synchronize(stream)
+        for used in (*borrowed.streams, *([] if stream is None else [stream])):
+            driver.stream_synchronize(used)
     except CudaError:
         return  # the context is lost, and what was borrowed with it
     borrowed.give_back()

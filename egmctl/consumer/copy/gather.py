@@ -144,9 +144,7 @@ class GpuGatherer:
             event = borrowed.event()
             self._driver.event_record(event, chosen)
         except BaseException:
-            if stream is not None:
-                self._driver.stream_synchronize(stream)
-            abandon(borrowed)
+            abandon(borrowed, stream)
             raise
         submitted = Submitted(borrowed, event, (where.owner, which), ("scatter" if put else "gather", where.length))
         pool.track(submitted)

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from egmctl.consumer.copy import DeviceArray, GpuGatherer, Range, as_numbers, make_gatherer
 from egmctl.consumer.copy.jobs import EntryJob
 from egmctl.consumer.errors import BadOffset, InvalidRequest, StoreClosed
+from egmctl.memory.driver import CudaError
 from tests.consumer.copy.conftest import ROOM, Machine, ModelMachine
+from tests.model.config import Fault
 from tests.model.kernels import ModelKernels
 
 SPACE = 200_000
@@ -306,6 +308,28 @@ def test_entries_are_ordered_when_it_pays(
     seen = ["no" if job.order is None else "lines" if job.order.sorted else "pages" for job in kernels.jobs]
     assert seen == [gathers, scatters, "no"]
     gatherer.close()
+
+
+@pytest.mark.parametrize("call", ["event_create", "event_record", "memcpy_async", "mem_alloc", "host_alloc"])
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_a_gather_that_could_not_be_queued_leaves_the_gatherer_usable_and_loses_nothing(
+    model: ModelMachine, call: str, own_stream: bool
+) -> None:
+    place = Place(model)
+    model.write(place.dram, bytes(range(256)) * (ROOM // 256))
+    stream = model.driver.stream_create() if own_stream else None
+    before = model.driver.leaks()
+    gatherer = model.gatherer()
+    model.driver._counts.clear()
+    model.driver.config.faults.append(Fault(call))
+    whole = [Range(place.dram, 1000), Range(place.dram + 1000, 1000)]
+    with pytest.raises(CudaError):
+        gatherer.gather(whole, [5, 6], 1, place.hbm, device=0, objects=[0, 1], stream=stream, order="always")
+    gatherer.gather(whole, [5, 6], 1, place.hbm, device=0, objects=[0, 1], stream=stream, order="always").wait()
+    assert model.read(place.hbm, 2) == bytes([5, 1006 % 256])
+    gatherer.close()
+    assert model.driver.leaks() == before
+    place.gatherer.close()
 
 
 def test_no_offsets_are_done_at_once(place: Place) -> None:
