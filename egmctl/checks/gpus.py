@@ -25,7 +25,7 @@ class CudaDriverPresent:
             yield CheckResult(
                 self.id,
                 "fail",
-                str(facts.driver),
+                f"{facts.driver.message}{f' ({facts.driver.where})' if facts.driver.where else ''}",
                 "a CUDA driver and the extra egmctl[cuda]",
                 facts.driver.hint or "install the NVIDIA driver, and: pip install 'egmctl[cuda]'",
             )

@@ -19,8 +19,8 @@ __all__ = ["NumaNodes", "ShmGranule", "StateFolder", "TransferEngine"]
 
 # Their locks and syncs are not those of this host. Names from /proc/mounts; "fuse." and what follows for user space.
 NETWORK_FILE_SYSTEMS = frozenset(
-    "nfs nfs4 cifs smb3 smbfs 9p ceph glusterfs lustre beegfs gpfs afs wekafs fuse.sshfs fuse.glusterfs fuse.ceph "
-    "fuse.juicefs fuse.s3fs fuse.gcsfuse fuse.rclone".split()
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "afs", "wekafs"}
+    | {f"fuse.{name}" for name in ("sshfs", "glusterfs", "ceph", "juicefs", "s3fs", "gcsfuse", "rclone")}
 )
 ROOM = 64 * MIB
 """Free bytes below which a ledger, which is small but must never fail, is warned about."""
