@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from egmctl.consumer.copy.jobs import BINS
@@ -173,7 +174,11 @@ class DevicePool:
             return Block(self.driver.host_alloc(size), size, kind)
         block = Block(self.driver.mem_alloc(size), size, kind)
         if kind == "counts":
-            self.driver.memset(block.address, 0, size)
+            try:
+                self.driver.memset(block.address, 0, size)
+            except CudaError:
+                self._undo(self.driver.mem_free, block.address)
+                raise
         return block
 
     def take_word(self) -> ErrorWord:
@@ -181,13 +186,25 @@ class DevicePool:
             with contextlib.suppress(IndexError):
                 return self._words.pop()
         flags = self.driver.host_alloc(_WORDS * 16)
-        indices = self.driver.mem_alloc(_WORDS * 8)
-        ctypes.memset(flags, 0, _WORDS * 16)
-        self.driver.memset(indices, 0xFF, _WORDS * 8)
+        indices = 0
+        try:
+            indices = self.driver.mem_alloc(_WORDS * 8)
+            ctypes.memset(flags, 0, _WORDS * 16)
+            self.driver.memset(indices, 0xFF, _WORDS * 8)
+        except CudaError:
+            self._undo(self.driver.host_free, flags)
+            if indices:
+                self._undo(self.driver.mem_free, indices)
+            raise
         self._word_pages.append((flags, indices))
         words = [ErrorWord(flags + 16 * n, indices + 8 * n) for n in range(_WORDS)]
         self._words.extend(words[1:])
         return words[0]
+
+    @staticmethod
+    def _undo(call: Callable[[int], None], address: int) -> None:
+        with contextlib.suppress(CudaError):
+            call(address)
 
     def give_back(self, borrowed: Borrowed) -> None:
         self._streams.extend(borrowed.streams)

@@ -310,7 +310,7 @@ def test_entries_are_ordered_when_it_pays(
     gatherer.close()
 
 
-@pytest.mark.parametrize("call", ["event_create", "event_record", "memcpy_async", "mem_alloc", "host_alloc"])
+@pytest.mark.parametrize("call", ["event_create", "event_record", "memcpy_async", "mem_alloc", "host_alloc", "memset"])
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_a_gather_that_could_not_be_queued_leaves_the_gatherer_usable_and_loses_nothing(
     model: ModelMachine, call: str, own_stream: bool
