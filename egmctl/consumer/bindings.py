@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from egmctl.consumer.agent_link import Watch, export
 from egmctl.consumer.errors import ProviderGone, StaleAllocation, Unreachable
@@ -34,12 +34,11 @@ _REFUSAL_LIFE = 2.0
 """Seconds for which an endpoint found unreachable is not asked again."""
 
 
-@dataclass(frozen=True)
-class ChunkAt:
+class ChunkAt(NamedTuple):
     """The chunk that holds an address: ``identity`` names the allocation itself and keys its mapping."""
 
     identity: Hashable
-    index: int
+    number: int
     numa_node: int
     base: int
     nbytes: int
@@ -194,7 +193,7 @@ class Bindings:
         if binding.watch is not None:
             if not self._usable(binding):
                 return False
-            return not any(chunk.index in binding.watch.withdrawn for chunk in used)
+            return not any(chunk.number in binding.watch.withdrawn for chunk in used)
         try:
             return binding.same_as(self._fetch(binding.endpoint), used)
         except EgmError:
@@ -211,7 +210,7 @@ class Bindings:
         egm = binding.descriptor.egm
         if egm is None:
             raise Unreachable("no control socket is known", where=binding.endpoint)
-        share = export(egm.socket, chunk.index, binding.nonce, chunk.base, chunk.nbytes, self._timeout)
+        share = export(egm.socket, chunk.number, binding.nonce, chunk.base, chunk.nbytes, self._timeout)
         try:
             return import_share(share, devices=self._devices)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from egmctl.consumer.bindings import Bindings
 from egmctl.consumer.buffers import Buffer
@@ -65,8 +65,7 @@ class Gatherer(Protocol):
     ) -> Completion: ...
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """``nbytes`` of an object from ``offset``, in a registered buffer at ``address``."""
 
     offset: int
@@ -171,26 +170,24 @@ def settle(completions: Sequence[Completion]) -> None:
 
 
 def split_batch(count: int) -> list[slice]:
-    """Pieces of a batch: a short one first, so that copying begins soon, and short ones last, so that little is left
-    to be asked when the last copy ends."""
-    if count <= 16:
-        return [slice(0, count)]
+    """Pieces of a batch: short ones first, so that copying begins soon, and short ones last, so that little is left to
+    be asked when the last copy ends. At most some 250, all of which are on their way to the Master at once."""
+    most = max(48, count // 250)
     sizes: list[int] = []
     left = count
     size = 8
-    while left > 0:
-        take = min(size, left)
-        if take < left <= 64:
-            take = max(8, left // 2)
-        sizes.append(take)
-        left -= take
-        size = min(size * 2, 256)
-    pieces = []
-    start = 0
+    while left > size + 24:
+        sizes.append(size)
+        left -= size
+        size = min(2 * size, most)
+    while left > 16:
+        sizes.append((left + 1) // 2)
+        left //= 2
+    sizes.append(left)
+    starts = [0]
     for size in sizes:
-        pieces.append(slice(start, start + size))
-        start += size
-    return pieces
+        starts.append(starts[-1] + size)
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def check_batch(keys: Sequence[str], *others: Sequence[object]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from egmctl.consumer.errors import (
     InvalidRequest,
@@ -45,8 +44,7 @@ def is_transient(error: EgmError) -> bool:
     return isinstance(error, (MasterUnreachable, MasterTimeout))
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """Where an object lay at some time between ``asked_at`` and the answer (monotonic seconds).
 
     The lease counts from ``asked_at``: the Master granted it later. ``epoch`` is the connection that answered;
@@ -65,8 +63,7 @@ class Location:
         return self.epoch == first.epoch and place in self.places
 
 
-@dataclass(frozen=True)
-class Reserved:
+class Reserved(NamedTuple):
     """Space for an object, to be written to all of ``places``."""
 
     key: str

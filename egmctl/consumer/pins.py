@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from egmctl.consumer.bindings import Binding, Bindings, ChunkAt
 from egmctl.consumer.errors import AmbiguousSegment, ProviderGone, StaleAllocation, StoreError
@@ -13,8 +13,7 @@ from egmctl.consumer.mappings import Lease, MappingCache
 __all__ = ["Again", "Pins", "Place", "Target"]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where the Master says that a replica in memory lies: ``nbytes`` at the provider's ``address``."""
 
     replica: int
@@ -38,14 +37,27 @@ class Again(Exception):
         self.bound = bound
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A place, mapped here. ``address`` is the CPU's (None where it has no access), ``device_address`` the GPUs'."""
 
     address: int | None
     device_address: int | None
     where: str
     key: Hashable
+
+
+class _Resolved(NamedTuple):
+    """A chunk that is mapped: asked about it since ``asked_at``, the Master's answers mean this one."""
+
+    asked_at: float
+    start: int
+    end: int
+    here: int | None
+    device: int | None
+    key: Hashable
+
+
+_NEAR = 24  # chunks are mostly multiples of 16 MiB, so that nearly every address finds its chunk by these bits
 
 
 class Pins:
@@ -57,6 +69,7 @@ class Pins:
         self._bound: dict[str, Binding] = {}
         self._leases: dict[Hashable, tuple[Lease, ChunkAt, Binding]] = {}
         self._confirmed: dict[str, tuple[float, bool]] = {}
+        self._near: dict[tuple[str, int], _Resolved] = {}
 
     def resolve(self, place: Place, asked_at: float) -> Target:
         """``place`` as addresses of this process, when the Master was asked at ``asked_at`` (monotonic).
@@ -64,6 +77,19 @@ class Pins:
         Raises `Again` when the incarnation was bound only after that, or is not yet sure of its endpoint, `Unreachable`
         and other errors when it cannot be reached.
         """
+        _, address, nbytes, endpoint, _ = place
+        near = self._near.get((endpoint, address >> _NEAR))
+        if near is not None and near.asked_at <= asked_at and near.start <= address and address + nbytes <= near.end:
+            offset = address - near.start
+            return Target(
+                None if near.here is None else near.here + offset,
+                None if near.device is None else near.device + offset,
+                endpoint,
+                near.key,
+            )
+        return self._resolve(place, asked_at)
+
+    def _resolve(self, place: Place, asked_at: float) -> Target:
         binding = self._bound.get(place.endpoint)
         if binding is None:
             try:
@@ -88,17 +114,22 @@ class Pins:
         except ProviderGone as error:
             binding.outdated = True
             raise Again(error, at_once=True) from error
-        offset = place.address - chunk.base
         mapping = lease.mapping
-        device = getattr(mapping, "device_address", mapping.address)
         # Memory behind a fabric handle may be another host's, which only GPUs reach: the CPU is given no access to it.
-        cpu = binding.kind != "cuda-fabric"
-        return Target(
-            mapping.address + offset if cpu else None,
-            None if device is None else device + offset,
-            place.endpoint,
+        self._near[place.endpoint, place.address >> _NEAR] = _Resolved(
+            binding.bound_at,
+            chunk.base,
+            chunk.base + chunk.nbytes,
+            None if binding.kind == "cuda-fabric" else mapping.address,
+            getattr(mapping, "device_address", mapping.address),
             chunk.identity,
         )
+        return self.resolve(place, asked_at)
+
+    @property
+    def watched(self) -> bool:
+        """Whether `confirm` needs to ask nobody."""
+        return all(binding.watch is not None for binding in self._bound.values())
 
     def confirm(self, *, not_older_than: float = 0.0) -> set[str]:
         """The endpoints whose incarnation is not provably the one bound any more.

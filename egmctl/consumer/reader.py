@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from egmctl.consumer.engine import Backoff, Engine, Part, settle, split_batch
@@ -48,6 +49,7 @@ class _Piece:
     completion: Completion
     lease_until: float = field(default=0.0)
     moved: set[int] = field(default_factory=set)
+    question: Answer[Location] | None = None
 
 
 class ReadRound:
@@ -114,6 +116,7 @@ class ReadRound:
                 patience = max(0.05, (piece.lease_until - now) / 2)
                 try:
                     if piece.completion.wait(patience if left is None else min(left, patience)):
+                        self._ask_again(piece)  # while the pieces behind it are still being copied
                         break
                 except EgmError as error:
                     self._fail(piece.flights, error)
@@ -141,17 +144,21 @@ class ReadRound:
                 piece.moved.add(flight.index)
         piece.lease_until = min(until)
 
+    def _ask_again(self, piece: _Piece) -> None:
+        if piece.flights and piece.question is None:
+            with suppress(EgmError):  # `settle` tries it once more
+                piece.question = self._engine.master.locate([self._key(each) for each in piece.flights])
+
     def settle(self) -> None:
-        """Ask again about everything that was copied. Call once `wait` has returned True."""
+        """Judge what was copied by what the Master says after the copy. Call once `wait` has returned True."""
         try:
-            questions = []
             for piece in self._pieces:
                 if piece.flights:
-                    answer = self._engine.master.locate([self._key(each) for each in piece.flights])
-                    questions.append((piece, answer))
-            for piece, answer in questions:
-                self._judge(piece, answer())
-            bad = self.pins.confirm() if questions else set()
+                    question = piece.question
+                    if question is None:
+                        question = self._engine.master.locate([self._key(each) for each in piece.flights])
+                    self._judge(piece, question())
+            bad = self.pins.confirm() if self._pieces else set()
             for piece in self._pieces:
                 for flight in piece.flights:
                     if flight.place.endpoint in bad and isinstance(self.outcomes.get(flight.index), int):

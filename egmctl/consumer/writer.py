@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from egmctl.consumer.engine import Backoff, Engine, Part, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, ObjectNotFound, StaleAllocation, StoreError, Unreachable
@@ -41,6 +41,9 @@ class _Piece:
     flights: list[tuple[int, WriteRequest, Reserved]]
     completion: Completion
     deadline: float
+    good: list[tuple[int, WriteRequest, Reserved]] = field(default_factory=list)
+    answer: Answer[bool] | None = None
+    ended: bool = False
 
 
 class WriteRound:
@@ -195,27 +198,34 @@ class WriteRound:
                 for index, _, _ in piece.flights:
                     self.outcomes[index] = error
                 piece.flights = []
+            if self.pins.watched:  # nobody has to be asked: publish while the pieces behind it are being copied
+                self._end(piece, self.pins.confirm())
         return True
 
     def settle(self) -> None:
         """Publish what may be published, give the rest back. Call once `wait` has returned True."""
         try:
             bad = self.pins.confirm()
-            ends = []
             for piece in self._pieces:
-                good = self._publishable(piece, bad)
-                if good:
-                    keys = [request.key for _, request, _ in good]
-                    try:
-                        ends.append((good, self._engine.master.put_end(keys)))
-                    except EgmError as error:  # not handed over: it has no effect
-                        for index, request, _ in good:
-                            self.outcomes[index] = self._cut_off(request, error)
-            for good, answer in ends:
-                self._record(good, answer)
+                self._end(piece, bad)
+            for piece in self._pieces:
+                if piece.answer is not None:
+                    self._record(piece.good, piece.answer)
             self._revoke(list(self._held))
         finally:
             self.pins.close()
+
+    def _end(self, piece: _Piece, bad: set[str]) -> None:
+        if piece.ended:
+            return
+        piece.ended = True
+        piece.good = self._publishable(piece, bad)
+        if piece.good:
+            try:
+                piece.answer = self._engine.master.put_end([request.key for _, request, _ in piece.good])
+            except EgmError as error:  # not handed over: it has no effect
+                for index, request, _ in piece.good:
+                    self.outcomes[index] = self._cut_off(request, error)
 
     def _publishable(self, piece: _Piece, bad: set[str]) -> list[tuple[int, WriteRequest, Reserved]]:
         master = self._engine.master
@@ -257,6 +267,10 @@ class WriteRound:
     def abandon(self) -> None:
         """Wait for copies under way, then give the space back and let go of the memory. Twice is once."""
         settle([piece.completion for piece in self._pieces])
+        for piece in self._pieces:
+            if piece.answer is not None:  # on its way to being published: not to be taken back
+                for _, request, _ in piece.good:
+                    self._held.pop(request.key, None)
         self._revoke(list(self._held))
         self.pins.close()
 
