@@ -200,12 +200,12 @@ class CudaProvider:
             return self._driver.granularity(self._prop(numa_node))
 
     def preflight(self, specs: Sequence[ChunkSpec]) -> None:
-        """Attributes by number for each GPU, then one granule for each node, in a child process."""
-        from egmctl.memory.preflight import check_cuda
+        """Sizes against the granularity of each node; `egmctl.checks.preflight` has tried whether there is any."""
+        for spec in specs:
+            self._fitting(spec)
 
-        check_cuda(self._driver, self.kind, self._devices, sorted({spec.numa_node for spec in specs}))
-
-    def create(self, spec: ChunkSpec, progress: Callable[[int], None]) -> Chunk:
+    def _fitting(self, spec: ChunkSpec) -> int:
+        """The granularity on the chunk's node, of which the chunk is a multiple."""
         granularity = self.granularity(spec.numa_node)
         if spec.nbytes <= 0 or spec.nbytes % granularity:
             raise FailedError(
@@ -213,6 +213,10 @@ class CudaProvider:
                 where=_where(spec),
                 hint="make the plan anew",
             )
+        return granularity
+
+    def create(self, spec: ChunkSpec, progress: Callable[[int], None]) -> Chunk:
+        granularity = self._fitting(spec)
         chunk = CudaChunk(self._driver, self.kind, spec, self._take(spec.nbytes, granularity))
         self._chunks.append(chunk)
         access = [Location("device", device) for device in self._devices]

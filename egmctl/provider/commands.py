@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from egmctl.errors import BusyError, CleanupPendingError, EgmError, UsageError
 from egmctl.ledger import LedgerUnreadable, PoolRecord, await_end, boot_id, holder_of, is_running, read_only
@@ -11,9 +12,12 @@ from egmctl.paths import Paths
 from egmctl.planning import Plan, check_plan_fits
 from egmctl.provider.control_client import AgentGone, ControlClient
 from egmctl.provider.pool import ENDED
-from egmctl.provider.progress import Progress, silent
+from egmctl.provider.progress import Progress, ProgressEvent, silent
 from egmctl.provider.report import compare_with_master, ledger_report
 from egmctl.steps import step
+
+if TYPE_CHECKING:
+    from egmctl.topology import Topology
 
 __all__ = ["forget", "mount_pool", "pool_status", "provision", "teardown_pool"]
 
@@ -42,7 +46,9 @@ def provision(
         raise BusyError(f"is owned by {holder}", where=f"pool {plan.pool}", hint="wait for it")
     from egmctl.topology import read_topology
 
-    check_plan_fits(plan, read_topology())
+    topology = read_topology()
+    check_plan_fits(plan, topology)
+    plan = _checked(plan, paths, topology, progress)
     if not foreground:
         from egmctl.provider.launch import start_agent
 
@@ -51,6 +57,17 @@ def provision(
 
     run_agent(plan, paths, mount=mount, progress=progress, started=started, interactive=True)
     return {"name": plan.pool, "state": "gone", "already": False}
+
+
+def _checked(plan: Plan, paths: Paths, topology: Topology, progress: Progress) -> Plan:
+    """The plan, with what the preflight warns of. Raises `PreflightError` with nothing touched."""
+    from egmctl.checks.preflight import preflight
+
+    if plan.memory_kind != "shm":  # which takes no time worth a word
+        progress(ProgressEvent("preflight", f"seeing whether this machine can lend {plan.memory_kind} memory"))
+    found = preflight(plan.memory_kind, [node.numa_node for node in plan.nodes], topology, paths=paths)
+    told = [f"{each.observed}: {each.hint}" for each in found if each.status == "warn" and each.hint]
+    return replace(plan, warnings=(*plan.warnings, *told))
 
 
 def _existing(record: PoolRecord, plan: Plan, paths: Paths, mount: bool, progress: Progress) -> dict[str, Any]:

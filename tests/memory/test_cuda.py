@@ -23,7 +23,7 @@ from egmctl.memory.cuda import CudaProvider
 from egmctl.memory.driver import CudaError, get_driver, install_driver
 from egmctl.memory.probe import probe
 from tests.memory.contract import ROOT
-from tests.model.config import Config, Device, Fault
+from tests.model.config import Config, Fault
 from tests.model.driver import ModelDriver
 
 UNIT = 16 << 20
@@ -439,40 +439,13 @@ def test_a_probe_leaves_nothing(in_children: Config, monkeypatch: pytest.MonkeyP
     assert json.loads(line)["total"] == 0
 
 
-def test_preflight_passes_where_everything_is_there_or_unknown(
-    in_children: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    apply(replace(in_children, attributes={143: None}), monkeypatch)
+def test_sizes_that_do_not_fit_are_refused_before_the_first_chunk(config: Config) -> None:
+    model = use_model(config)
     memory = CudaProvider("cuda-fabric", 2 * UNIT)
     memory.preflight([ChunkSpec(0, 0, UNIT), ChunkSpec(1, 1, UNIT)])
-    assert isinstance(model := get_driver(), ModelDriver)
-    assert model.leaks() == {}
-    assert "mem_create" not in model.calls, "nothing is allocated in this process"
-
-
-def test_preflight_names_the_imex_channel_and_the_attribute_and_keeps_the_facts(
-    in_children: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    apply(replace(in_children, fabric="not-permitted", attributes={143: 0}), monkeypatch)
-    with pytest.raises(PreflightError) as caught:
-        CudaProvider("cuda-fabric", UNIT).preflight([ChunkSpec(0, 0, UNIT)])
-    error = caught.value
-    assert error.exit_code == 3
-    assert "attribute 143" in error.message
-    assert "CUDA_ERROR_NOT_PERMITTED (800)" in error.message
-    assert "IMEX channel" in error.hint
-    assert "cuda-posix" in error.hint
-    assert error.facts["attributes"]["0"]["143"] == 0
-    assert error.facts["probes"][0]["outcome"] == "not-permitted"
-
-
-def test_preflight_survives_a_driver_that_crashes_on_a_node(
-    in_children: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    apply(replace(in_children, crash_nodes=(1,), devices=(Device("0000:01:00.0"),)), monkeypatch)
-    with pytest.raises(PreflightError, match="NUMA node 1: the driver ended the process: SIGSEGV") as caught:
-        CudaProvider("cuda-posix", UNIT).preflight([ChunkSpec(0, 0, UNIT), ChunkSpec(1, 1, UNIT)])
-    assert "egm_numa_nodes" in caught.value.hint
+    with pytest.raises(FailedError, match="not a multiple of the granularity"):
+        memory.preflight([ChunkSpec(0, 0, UNIT), ChunkSpec(1, 1, UNIT + 4096)])
+    assert "mem_create" not in model.calls
 
 
 def test_a_handle_is_in_no_text(config: Config) -> None:
