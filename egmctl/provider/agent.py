@@ -24,7 +24,7 @@ from egmctl.ledger import ChunkRow, Ledger, OwnerLock, boot_id, read_only, start
 from egmctl.paths import Paths
 from egmctl.planning import Plan
 from egmctl.provider.control import ControlServer, group_id
-from egmctl.provider.folders import prepare
+from egmctl.provider.folders import network_file_system, prepare
 from egmctl.provider.health import HealthServer, trouble
 from egmctl.provider.messages import hung_up, line
 from egmctl.provider.notify import Notifier
@@ -88,6 +88,11 @@ class Agent:
             raise
         live = Live(engine_log=sys.stderr.fileno() if _has_fileno(sys.stderr) else None)
         self.pool = Pool(self.ledger, self.plan, paths, live)
+        remote = network_file_system(paths.state)
+        if remote is not None:
+            self.pool.warn(
+                f"the ledger lies on {remote}: locks and syncs over a network may not hold; use a local disk"
+            )
         self._tender = Tender(self.pool, Task("tending", self.who, silent, lambda: self.operator.busy()))
         self.operator = Operator(self.pool, self._tender.tick)
         self.control = ControlServer(paths.socket(name), self.pool, self.operator, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ from egmctl.steps import step
 
 if TYPE_CHECKING:
     from egmctl.topology import Topology
+
+ANSWER_PATIENCE = 15.0
+"""Seconds for which a living agent that does not answer on its control socket is asked again."""
 
 __all__ = ["forget", "mount_pool", "pool_status", "provision", "teardown_pool"]
 
@@ -126,6 +130,8 @@ def mount_pool(name: str, paths: Paths, master: str | None = None, progress: Pro
     record = _known(name, paths)
     if record.state in ENDED:
         raise UsageError(f"is {record.state}", where=f"pool {name}", hint="provision it first")
+    if record.state == "provisioning" and agent_alive(record):
+        raise BusyError(f"is being provisioned by agent {record.agent_pid}", where=f"pool {name}", hint="wait for it")
     if not agent_alive(record):
         raise CleanupPendingError(
             f"its agent (pid {record.agent_pid}) is gone", where=f"pool {name}", hint=f"run `egmctl teardown {name}`"
@@ -150,7 +156,8 @@ def teardown_pool(
     record = _known(name, paths)
     if record.state in ENDED:
         return {"name": name, "state": record.state, "left": [], "warnings": [], "already": True}
-    if agent_alive(record):
+    deadline = time.monotonic() + ANSWER_PATIENCE
+    while agent_alive(record):
         try:
             with ControlClient(paths.socket(name)) as client:
                 result = client.ask(
@@ -158,14 +165,15 @@ def teardown_pool(
                 )
             await_end(record.agent_pid, record.agent_started)
             return {**result, "already": False}
-        except AgentGone:
-            if not await_end(record.agent_pid, record.agent_started):
+        except AgentGone:  # it has not opened its socket yet, or closed it, or is dying
+            if time.monotonic() >= deadline:
                 raise BusyError(
                     f"its agent (pid {record.agent_pid}) runs but does not answer on its control socket",
                     where=f"pool {name}",
                     hint=f"see {paths.log(name)}; `kill -TERM {record.agent_pid}` asks it to tear down, and after "
                     f"`kill -KILL {record.agent_pid}` teardown works from the ledger",
                 ) from None
+            time.sleep(0.1)
     from egmctl.provider.recover import teardown_from_ledger
 
     result = teardown_from_ledger(name, paths, abandon=abandon, progress=progress, patience=2.0)

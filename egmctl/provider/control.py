@@ -85,7 +85,9 @@ class ControlServer:
                 with step("provider.control.share", group=self._group):
                     os.chown(self.path, -1, self._group)
                     os.chmod(self.path, 0o660)
-                    os.chmod(self.path.parent, 0o711)  # noqa: S103 - to be passed through, not listed
+                    for folder in (self.path.parent, self.path.parent.parent):
+                        if folder == self.path.parent or folder.name.startswith("egmctl"):
+                            os.chmod(folder, 0o711)  # noqa: S103 - to be passed through, not listed
             with step("provider.control.listen"):
                 listener.listen(128)
         except OSError as error:
@@ -282,6 +284,10 @@ class ControlServer:
         master = request.get("master")
         if master is not None and not isinstance(master, str):
             raise UsageError("master is not a string", where="control socket")
+
+        target = master or self._pool.plan.mooncake.master_server_addr
+        if self._pool.state == "ready" and self._pool.record_now().master == target:
+            return {**live_report(self._pool, self._operator.current()), "already": True}
 
         def run(task: Task) -> dict[str, Any]:
             already = self._pool.state == "ready"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class ControlClient:
         self._sock.settimeout(timeout)
         try:
             with step("provider.control.connect"):
-                self._sock.connect(str(path))
+                self._connect(timeout)
         except OSError as error:
             self._sock.close()
             raise AgentGone(
@@ -39,6 +40,17 @@ class ControlClient:
             self._sock.close()
             raise
         self._reader = messages.LineReader(self._sock)
+
+    def _connect(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                self._sock.connect(str(self.path))
+                return
+            except BlockingIOError:  # the agent's backlog is full: with a time limit set, the kernel does not wait
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.02)
 
     def __enter__(self) -> ControlClient:
         return self

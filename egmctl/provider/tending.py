@@ -6,6 +6,8 @@ a ping says NEED_REMOUNT                degraded; after one lease time, all chun
 a single segment is not at the Master   degraded; after one lease time, that chunk is mounted anew
 a mount was never answered              degraded; adopted once the Master shows it
 the Transfer Engine child died          degraded; replaced on its data port, else everything under a new endpoint
+
+Tasks that a Master assigns to a segment's owner (FetchTasks) are not fetched yet; they belong here, in `Tender.tick`.
 """
 
 from __future__ import annotations
