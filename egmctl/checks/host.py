@@ -43,7 +43,7 @@ class StateFolder:
             yield CheckResult(
                 self.id,
                 "fail",
-                f"{existing} cannot be written by uid {os.geteuid()}",
+                f"{existing} cannot be written by uid {os.geteuid()}{_why(existing)}",
                 "a folder for the ledger that this user can write",
                 "give another with --state-dir",
             )
@@ -70,6 +70,14 @@ class StateFolder:
             )
             return
         yield CheckResult(self.id, "pass", f"{folder} ({kind or 'file system unknown'})")
+
+
+def _why(folder: Path) -> str:
+    try:
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+    except OSError:
+        return ""
+    return ": its file system is mounted read-only" if read_only else ""
 
 
 def file_system(path: Path, proc: Path) -> str:
