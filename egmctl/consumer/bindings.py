@@ -47,14 +47,22 @@ class ChunkAt(NamedTuple):
 class Binding:
     """One incarnation behind an endpoint, as it was at ``bound_at`` (monotonic seconds)."""
 
-    def __init__(self, endpoint: str, descriptor: SegmentDescriptor, watch: Watch | None, bound_at: float) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        descriptor: SegmentDescriptor,
+        watch: Watch | None,
+        bound_at: float,
+        *,
+        exclusive: bool = True,
+    ) -> None:
         egm = descriptor.egm
         self.endpoint = endpoint
         self.descriptor = descriptor
         self.watch = watch
         self.bound_at = bound_at
         self.stock = egm is None
-        self.exclusive = egm is None or egm.exclusive
+        self.exclusive = exclusive and (egm is None or egm.exclusive)
         self.kind = egm.kind if egm else "cuda-fabric"
         self.nonce = egm.nonce if egm else ""
         self.outdated = False
@@ -107,12 +115,14 @@ class Bindings:
         *,
         devices: Sequence[int] = (),
         timeout: float = 5.0,
+        stock_expiry: float = 40.0,
         endpoints: Sequence[str] = (),
         on_gone: Callable[[str, str, frozenset[int] | None], None] = lambda endpoint, nonce, chunks: None,
     ) -> None:
         self._fetch = fetch
         self._devices = tuple(devices)
         self._timeout = timeout
+        self._stock = _StockHistory(stock_expiry)
         self._endpoints = tuple(endpoints)
         self._on_gone = on_gone
         self._lock = threading.Lock()
@@ -245,7 +255,8 @@ class Bindings:
                     hint="only segments of egmctl pools, and nvlink segments with fabric handles, are reached directly",
                 )
             self._needs_gpu(endpoint, "cuda-fabric")
-            return Binding(endpoint, descriptor, None, time.monotonic())
+            sure = self._stock.note(endpoint, descriptor)
+            return Binding(endpoint, descriptor, None, time.monotonic(), exclusive=sure)
         here = egm.host_id == host_id()
         if egm.kind == "cuda-fabric":
             self._needs_gpu(endpoint, egm.kind)
@@ -314,6 +325,29 @@ class Bindings:
             self._watcher.remove(binding.watch)
             binding.watch.close()
         self._on_gone(binding.endpoint, binding.nonce, None)
+
+
+class _StockHistory:
+    """What a stock provider's memory was: it does not say whether an endpoint is its own alone, but another handle for
+    the same addresses does say that what the Master lists there may be of the one before."""
+
+    def __init__(self, expiry: float) -> None:
+        self._expiry = expiry
+        self._lock = threading.Lock()
+        self._seen: dict[str, tuple[SegmentDescriptor, float]] = {}
+
+    def note(self, endpoint: str, descriptor: SegmentDescriptor) -> bool:
+        """Whether what the Master lists under ``endpoint`` from now on can be taken to be of this descriptor."""
+        with self._lock:
+            before, doubted_until = self._seen.get(endpoint, (descriptor, 0.0))
+            known = {(buffer.addr, buffer.length): buffer.handle for buffer in before.buffers}
+            for buffer in descriptor.buffers:
+                same = known.get((buffer.addr, buffer.length)) == buffer.handle
+                if not same and any(at < buffer.end and buffer.addr < at + size for at, size in known):
+                    doubted_until = time.monotonic() + self._expiry
+                    break
+            self._seen[endpoint] = (descriptor, doubted_until)
+            return time.monotonic() >= doubted_until
 
 
 class _Watcher:

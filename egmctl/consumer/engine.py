@@ -26,7 +26,8 @@ class Timing:
 
     ``put_deadline`` counts from before the request for space. A later put is not published. It has to stay below the
     Master's discard time (30 s) and below the lease time (10 s), after which a pool offers its memory to a Master that
-    was started anew.
+    was started anew. ``stock_expiry`` is for how long a stock provider whose handles changed under one endpoint is not
+    believed: longer than a Master keeps the segments of the one before (31 s at most, by default).
     """
 
     retry: float = 3.0
@@ -35,6 +36,7 @@ class Timing:
     request: float = 5.0
     bind: float = 5.0
     remote_check: float = 1.0
+    stock_expiry: float = 40.0
 
 
 class Gatherer(Protocol):

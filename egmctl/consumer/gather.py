@@ -160,4 +160,3 @@ def zero(engine: Engine, target: Target, nbytes: int, device: int | None) -> Non
     driver = get_driver()
     driver.use_device(device)
     driver.memset(target.device_address, 0, nbytes)
-    driver.stream_synchronize(0)

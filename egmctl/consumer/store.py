@@ -104,6 +104,7 @@ class EgmStore:
                 make_fetch(metadata_server, timing.bind),
                 devices=devices,
                 timeout=timing.bind,
+                stock_expiry=timing.stock_expiry,
                 endpoints=endpoints,
                 on_gone=lambda endpoint, nonce, chunks: mappings.drop(_belongs_to(endpoint, nonce, chunks)),
             )

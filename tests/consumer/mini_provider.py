@@ -39,7 +39,9 @@ class MiniProvider:
         egm: bool = True,
         protocol: str = "tcp",
         host_id: str | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
+        self.environment = environment or {}
         self.options = {
             "master": master,
             "chunks": chunks,
@@ -72,6 +74,7 @@ class MiniProvider:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, **self.environment},
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -132,18 +135,22 @@ class MiniProvider:
 
 class _Program:
     def __init__(self, options: dict[str, Any]) -> None:
+        from egmctl import seams
         from egmctl.memory import ChunkSpec, provider_memory
         from egmctl.mooncake.handshake import HandshakeServer
         from egmctl.mooncake.host import host_id
         from egmctl.mooncake.master import MasterClient, Segment, new_uuid
 
+        seams.load()
         self.options = options
         self.nonce = os.urandom(16).hex()
         self.host_id = options["host_id"] or host_id()
         self.exclusive = options["exclusive"]
         self.withdrawn: set[int] = set()
         self.watchers: list[socket.socket] = []
-        self.memory = provider_memory("shm", total_bytes=sum(options["chunks"]), address_hint=options["address"])
+        self.memory = provider_memory(
+            options["kind"], total_bytes=sum(options["chunks"]), address_hint=options["address"]
+        )
         self.chunks = [
             self.memory.create(ChunkSpec(index, 0, nbytes), lambda done: None)
             for index, nbytes in enumerate(options["chunks"])
@@ -174,7 +181,7 @@ class _Program:
         threading.Thread(target=self.ping, daemon=True).start()
 
     def descriptor(self) -> bytes:
-        from egmctl.mooncake.descriptor import EgmChunk, EgmFields, tcp_descriptor
+        from egmctl.mooncake.descriptor import EgmChunk, EgmFields, nvlink_descriptor, tcp_descriptor
 
         chunks = [chunk for chunk in self.chunks if chunk.spec.index not in self.withdrawn]
         egm = EgmFields(
@@ -186,6 +193,9 @@ class _Program:
             exclusive=self.exclusive,
             chunks=tuple(EgmChunk(c.spec.index, 0, c.address, c.spec.nbytes) for c in chunks),
         )
+        if self.options["kind"] == "cuda-fabric":
+            buffers = [(0, chunk.address, chunk.spec.nbytes, chunk.share().fabric or b"") for chunk in chunks]
+            return nvlink_descriptor(self.endpoint, buffers, egm=egm if self.options["egm"] else None).to_bytes()
         return tcp_descriptor(
             self.endpoint,
             [(chunk.address, chunk.spec.nbytes) for chunk in chunks],
@@ -214,8 +224,6 @@ class _Program:
             threading.Thread(target=self.serve, args=(link,), daemon=True).start()
 
     def serve(self, link: socket.socket) -> None:
-        from egmctl.mooncake.host import host_id  # noqa: F401
-
         for line in link.makefile("rb"):
             request = json.loads(line)
             result: dict[str, Any] = {"nonce": self.nonce, "pool": "mini"}
@@ -236,7 +244,7 @@ class _Program:
                     "numa_node": 0,
                     "address": chunk.address,
                     "nbytes": chunk.spec.nbytes,
-                    "kind": "shm",
+                    "kind": self.options["kind"],
                 }
             ]
             assert share.fd is not None
