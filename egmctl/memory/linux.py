@@ -34,6 +34,7 @@ __all__ = [
     "set_node",
     "unmap",
     "view",
+    "writable_ranges",
 ]
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -292,6 +293,18 @@ def populate(address: int, nbytes: int, fd: int, offset: int) -> None:
             raise OSError(number, f"madvise(MADV_POPULATE_WRITE): {os.strerror(number)}")
         _populate_write = False
     os.posix_fallocate(fd, offset, nbytes)
+
+
+def writable_ranges() -> list[tuple[int, int]]:
+    """(start, end) of what this process may read and write, in ascending order."""
+    found = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, access, _ = line.split(None, 2)
+            if access.startswith("rw"):
+                start, _, end = span.partition("-")
+                found.append((int(start, 16), int(end, 16)))
+    return found
 
 
 def view(address: int, nbytes: int) -> memoryview:

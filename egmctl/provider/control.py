@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from egmctl.errors import EgmError, FailedError, PreflightError, UsageError
+from egmctl.ledger import is_running, start_time
 from egmctl.provider import messages
 from egmctl.provider.operator import Job, Operator
 from egmctl.provider.pool import Pool
@@ -175,7 +176,7 @@ class ControlServer:
                 request = reader.read(IDLE_SECONDS)
                 if request is None:
                     return
-                self._answer(sock, reader, request, f"pid {pid} (uid {uid})", owner)
+                self._answer(sock, reader, request, f"pid {pid} (uid {uid})", owner, pid)
         except ValueError as error:
             self._refuse(sock, UsageError(f"not a request: {error}", where="control socket"))
         except OSError:
@@ -198,13 +199,19 @@ class ControlServer:
             sock.sendall(data)
 
     def _answer(
-        self, sock: socket.socket, reader: messages.LineReader, request: dict[str, Any], who: str, owner: bool
+        self,
+        sock: socket.socket,
+        reader: messages.LineReader,
+        request: dict[str, Any],
+        who: str,
+        owner: bool,
+        pid: int,
     ) -> None:
         operation = request.get("op")
         handlers: dict[str, Callable[[], dict[str, Any] | None]] = {
             "status": lambda: live_report(self._pool, self._operator.current()),
             "check": lambda: check_report(self._pool),
-            "export": lambda: self._export(sock, request),
+            "export": lambda: self._export(sock, request, pid),
             "watch": lambda: self._watch(sock),
             "mount": lambda: self._mount(sock, request, who),
             "teardown": lambda: self._teardown(sock, request, who),
@@ -234,7 +241,7 @@ class ControlServer:
 
     # Operations
 
-    def _export(self, sock: socket.socket, request: dict[str, Any]) -> None:
+    def _export(self, sock: socket.socket, request: dict[str, Any], pid: int) -> None:
         parts = self._pool.parts
         wanted = request.get("chunks", sorted(parts.chunks))
         if not isinstance(wanted, list) or not all(type(index) is int for index in wanted) or len(wanted) > 1 << 16:
@@ -262,6 +269,7 @@ class ControlServer:
                         "kind": share.kind,
                     }
                 )
+            self._remember(pid, [row["index"] for row in rows])
             for first in range(0, max(1, len(fds) - FDS_A_MESSAGE), FDS_A_MESSAGE):
                 if len(fds) - first > FDS_A_MESSAGE:
                     batch = fds[first : first + FDS_A_MESSAGE]
@@ -271,6 +279,14 @@ class ControlServer:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _remember(self, pid: int, indices: list[int]) -> None:
+        """Who is given chunks: what does not come back after the release, one of these holds."""
+        with self._mutex:
+            given = self._pool.parts.importers
+            for key in [key for key in given if not is_running(*key)]:
+                del given[key]
+            given.setdefault((pid, start_time(pid) or 0), set()).update(indices)
 
     def _watch(self, sock: socket.socket) -> None:
         gate = threading.Lock()

@@ -33,12 +33,13 @@ def file_inodes(chunks: Iterable[Chunk]) -> dict[int, int]:
     """Inode to chunk index of chunks that are files (``shm``)."""
     inodes: dict[int, int] = {}
     for chunk in chunks:
-        fd = chunk.share().fd
-        if fd is not None:
+        share = chunk.share()
+        if share.fd is not None:
             try:
-                inodes[os.fstat(fd).st_ino] = chunk.spec.index
+                if share.kind == "shm":  # every descriptor of the driver's leads to the same device file
+                    inodes[os.fstat(share.fd).st_ino] = chunk.spec.index
             finally:
-                os.close(fd)
+                os.close(share.fd)
     return inodes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from egmctl.errors import CleanupPendingError
+from egmctl.ledger import is_running
 from egmctl.memory import provider_memory
 from egmctl.provider import holders
 from egmctl.steps import step
@@ -130,6 +132,7 @@ class Memory:
         if plan.local_buffer_bytes:
             with step("provider.workspace.map", nbytes=plan.local_buffer_bytes):
                 parts.workspace = mmap.mmap(-1, plan.local_buffer_bytes)
+            parts.registry.register_local("workspace", _address(parts.workspace), plan.local_buffer_bytes)
         files = {str(inode): index for inode, index in holders.file_inodes(parts.chunks.values()).items()}
         with pool.record("allocated", bytes=plan.effective_bytes) as ledger:
             addresses = {index: chunk.address for index, chunk in parts.chunks.items()}
@@ -196,6 +199,7 @@ class Memory:
         done = 0
         for chunk in chunks:
             try:
+                parts.registry.check_release(chunk)
                 memory.release(chunk)
                 parts.chunks.pop(chunk.spec.index, None)
                 done += chunk.spec.nbytes
@@ -213,6 +217,7 @@ class Memory:
             )
         if parts.workspace is not None:
             with step("provider.workspace.unmap"):
+                parts.registry.unregister_local(_address(parts.workspace))
                 parts.workspace.close()
             parts.workspace = None
         memory.close()
@@ -236,8 +241,8 @@ class Memory:
             expected = {node: nbytes for node, nbytes in released.items() if node in pool.parts.accountable}
             for node, lack in sorted(holders.wait_for_release(before, expected).items()):
                 pool.warn(
-                    f"node {node}: {format_size(lack)} of the {format_size(released[node])} released did not come "
-                    "back; an importer that this user may not look into may hold it, or others took it meanwhile"
+                    f"node {node}: {format_size(lack)} ({lack} bytes) of the {format_size(released[node])} released "
+                    f"did not come back; {_suspects(pool)}"
                 )
 
     @staticmethod
@@ -253,3 +258,19 @@ class Memory:
         with pool.record("memory went with the agent", chunks=len(indices)) as ledger:
             ledger.set_chunks("lost", indices)
             ledger.put_resource("memory", "files", "removed")
+
+
+def _suspects(pool: Pool) -> str:
+    """Who may hold memory that did not come back."""
+    known = [
+        f"process {pid} ({holders.process_name(pid)}), which imported chunk {', '.join(map(str, sorted(chunks)))}"
+        for (pid, started), chunks in sorted(pool.parts.importers.items())
+        if is_running(pid, started)
+    ]
+    if known:
+        return f"it may be held by {'; '.join(known)}, until it lets go"
+    return "an importer that egmctl does not know may hold it, or others took it meanwhile"
+
+
+def _address(block: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(block))

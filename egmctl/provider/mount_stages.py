@@ -99,6 +99,11 @@ class Publication:
 
     def do(self, pool: Pool) -> None:
         self._establish_exclusive(pool)
+        parts = pool.parts
+        with step("provider.register"):
+            # Those that are registered are being moved from one Master to another.
+            new = [chunk for _, chunk in sorted(parts.chunks.items()) if not parts.registry.holds(chunk)]
+            parts.registry.register_remote(new)
         self.publish(pool)
 
     @staticmethod
@@ -134,6 +139,9 @@ class Publication:
             MetadataClient(url).withdraw(resource.name, nonce)
             with pool.record("publication removed", url=url, key=resource.name) as ledger:
                 ledger.put_resource("metadata", resource.name, "removed")
+        if pool.live is not None:
+            with step("provider.unregister"):
+                pool.live.registry.unregister_remote()
 
     @staticmethod
     def _establish_exclusive(pool: Pool) -> None:
@@ -218,7 +226,9 @@ def _descriptor(pool: Pool) -> SegmentDescriptor:
 
     parts = pool.parts
     record = pool.record_now()
-    chunks = [parts.chunks[index] for index in sorted(parts.chunks)]
+    # Local-only memory is not among these, so it cannot be listed.
+    registered = parts.registry.remote()
+    chunks = [chunk for chunk, _ in registered]
     egm = EgmFields(
         pool=pool.name,
         nonce=record.nonce,
@@ -237,5 +247,5 @@ def _descriptor(pool: Pool) -> SegmentDescriptor:
             data_port=port or 0,
             egm=egm,
         )
-    rows = [(c.spec.numa_node, c.address, c.spec.nbytes, c.share().fabric or b"") for c in chunks]
+    rows = [(c.spec.numa_node, c.address, c.spec.nbytes, handle) for c, handle in registered]
     return nvlink_descriptor(record.endpoint, rows, egm=egm)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from egmctl.memory import Chunk, ProviderMemory
+from egmctl.memory.registry import Registry
 
 if TYPE_CHECKING:
     import mmap
@@ -36,7 +37,8 @@ class Live:
     """``chunks`` are those allocated, by index.
 
     ``accountable`` are nodes whose free memory showed the allocation (in some virtual machines it does not), so that it
-    can be expected to show the release. ``bound_at`` is when this incarnation took its endpoint, ``quiet_until`` when
+    can be expected to show the release. ``importers`` are processes that were given descriptors of chunks: (pid, start
+    time) and the chunks. ``bound_at`` is when this incarnation took its endpoint, ``quiet_until`` when
     no reader can hold a lease on an earlier location any more (both on the monotonic clock). ``health`` is the URL of
     the health endpoint, if there is one.
     """
@@ -44,6 +46,8 @@ class Live:
     memory: ProviderMemory | None = None
     chunks: dict[int, Chunk] = field(default_factory=dict)
     accountable: set[int] = field(default_factory=set)
+    registry: Registry = field(default_factory=Registry)
+    importers: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     workspace: mmap.mmap | None = None
     control: ControlDoor | None = None
     endpoint: HandshakeServer | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,15 @@ from typing import Literal
 from egmctl.topology.lists import read_text
 from egmctl.topology.nvml import FabricInfo
 
-__all__ = ["FabricVerdict", "Finding", "ImexChannel", "ImexChannels", "judge_fabric", "read_imex_channels"]
+__all__ = [
+    "FabricVerdict",
+    "Finding",
+    "ImexChannel",
+    "ImexChannels",
+    "install_imex_channels",
+    "judge_fabric",
+    "read_imex_channels",
+]
 
 NO_CLUSTER = "00000000-0000-0000-0000-000000000000"
 
@@ -180,10 +188,21 @@ class ImexChannels:
         )
 
 
+_stand_in: Callable[[], ImexChannels] | None = None
+
+
+def install_imex_channels(factory: Callable[[], ImexChannels] | None) -> None:
+    """Put other channel files in the place of this machine's, for tests (see `egmctl.seams`); None restores them."""
+    global _stand_in
+    _stand_in = factory
+
+
 def read_imex_channels(
     folder: Path = Path("/dev/nvidia-caps-imex-channels"), proc: Path = Path("/proc")
 ) -> ImexChannels:
     """List the channel files, trying to open each (what a device cgroup forbids shows only then)."""
+    if _stand_in is not None:
+        return _stand_in()
     major = None
     for line in (read_text(proc / "devices") or "").splitlines():
         words = line.split()

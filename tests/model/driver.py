@@ -33,6 +33,7 @@ from egmctl.memory.driver import (
     PointerInfo,
     install_driver,
 )
+from egmctl.topology.fabric import ImexChannel, ImexChannels, install_imex_channels
 from tests.model.backing import Backing
 from tests.model.config import Config
 from tests.model.streams import Event, Stream
@@ -751,3 +752,11 @@ def install() -> None:
 
     atexit.register(at_exit)
     install_driver(factory)
+    install_imex_channels(lambda: _channels(Config.from_env()))
+
+
+def _channels(config: Config) -> ImexChannels:
+    """The channel files of a machine whose driver makes fabric handles, or does not."""
+    folder = "/dev/nvidia-caps-imex-channels"
+    channels = (ImexChannel(0, f"{folder}/channel0", ""),) if config.fabric == "ok" else ()
+    return ImexChannels(folder, None if config.fabric == "not-supported" else 234, channels)
