@@ -19,6 +19,9 @@ __all__ = ["SEGMENT_GONE", "MasterLink", "certainly_not_done"]
 SEGMENT_GONE = (-101, -600)
 """What a graceful unmount answers for a segment the Master does not have, or not of this client."""
 
+_ON_ITS_WAY_OUT = -1010
+"""UNAVAILABLE_IN_CURRENT_STATUS, of a segment that a drain job has emptied: nothing is allocated in it any more."""
+
 
 def certainly_not_done(error: BaseException) -> bool:
     """Whether a failed request has had, and will have, no effect: it was refused, or never handed over."""
@@ -79,13 +82,28 @@ class MasterLink:
             try:
                 self._connection().graceful_unmount_segment(row.id, row.client, grace_ms)
             except MasterRefused as error:
-                if error.number not in SEGMENT_GONE:
+                if error.number not in (*SEGMENT_GONE, _ON_ITS_WAY_OUT):
                     raise
 
     def unmount(self, row: SegmentRow) -> None:
         """Success also when the Master does not have it."""
         with self._turn:
             self._connection().unmount_segment(row.id, row.client)
+
+    def refuse_tasks(self, client: SegmentId, why: str, count: int) -> int:
+        """Fetch up to ``count`` tasks and report each failed; how many there were."""
+        with self._turn:
+            connection = self._connection()
+            tasks = connection.fetch_tasks(client, count)
+            refused: MasterRefused | None = None
+            for task in tasks:
+                try:
+                    connection.complete_task(client, task.id, succeeded=False, message=why)
+                except MasterRefused as error:  # one that the Master has given up meanwhile does not keep the others
+                    refused = error
+            if refused is not None:
+                raise refused
+            return len(tasks)
 
     def lists(self, row: SegmentRow) -> bool:
         """Whether the Master has the segment, in whatever state."""

@@ -46,7 +46,7 @@ class Meters:
                 self._failures[key] += failed
 
     def count(self, event: str, by: int = 1) -> None:
-        """``event`` is one of rollbacks, cleanups, remounts, engine_restarts."""
+        """``event`` is one of rollbacks, cleanups, remounts, engine_restarts, tasks_refused."""
         with self._mutex:
             self._events[event] += by
 

@@ -30,6 +30,7 @@ from egmctl.provider.probe import probe
 from egmctl.provider.rescue import rescue, rescue_path
 from egmctl.provider.stages import ALL, MOUNT, PROVISION, Stage
 from egmctl.provider.task import Task
+from egmctl.provider.tasks import Tasks
 
 __all__ = ["ENDED", "Pool", "Timing"]
 
@@ -63,6 +64,7 @@ class Pool:
         self.timing = timing or Timing(check_interval=min(10.0, max(0.5, plan.lease_ttl)))
         self.task = Task("start")
         self.meters = Meters()
+        self.tasks = Tasks(self)
         self.grace = 0.0
         self.warnings: list[str] = list(plan.warnings)
         self._links: dict[str, MasterLink] = {}

@@ -93,6 +93,8 @@ def take_back(pool: Pool, master: str) -> None:
         if pool.grace > 0 and pool.live is not None:
             _drain(pool, link, [row for row in rows if row.state in ("mounted", "draining")])
         _unmount(pool, link, [row for row in rows if row.state != "mounting"])
+        # A drain job ends only with an answer to each of its tasks, also after the segment has gone.
+        pool.tasks.refuse(now=True)
         settle_unanswered(pool, link, [row for row in rows if row.state == "mounting"])
     except (MasterUnreachable, MasterTimeout, MasterLost) as error:
         left = len([row for row in pool.record_now().live_segments if row.master == master])
@@ -127,7 +129,7 @@ def _drain(pool: Pool, link: MasterLink, rows: list[SegmentRow]) -> None:
         max(0.0, parts.drain_until - time.monotonic()),
         stage="drain",
         text="objects stay readable; waiting for readers and their leases",
-        until=pool.task.hurried,
+        until=lambda: pool.tasks.refuse() or pool.task.hurried(),
     )
 
 

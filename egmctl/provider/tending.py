@@ -5,6 +5,7 @@ pings fail                              degraded; the memory stays, pings go on
 a ping says NEED_REMOUNT                degraded; after one lease time, all chunks are mounted anew
 a single segment is not at the Master   degraded; after one lease time, that chunk is mounted anew
 a mount was never answered              degraded; adopted once the Master shows it
+a copy or move task is assigned         reported failed at once (`egmctl.provider.tasks`)
 the Transfer Engine child died          degraded; replaced on its data port, else everything under a new endpoint
 
 Tasks that a Master assigns to a segment's owner (FetchTasks) are not fetched yet; they belong here, in `Tender.tick`.
@@ -47,8 +48,9 @@ class Tender:
         self._engine_since: float | None = None
 
     def tick(self) -> None:
-        """One look, and what it asks for. Does nothing unless the pool is mounted."""
+        """One look, and what it asks for. Mends nothing unless the pool is mounted."""
         pool = self._pool
+        pool.tasks.refuse()
         if pool.state not in ("ready", "degraded"):
             self._vanished.clear()
             self._probe_due = False

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from egmctl.paths import Paths
+from tests.provider.pools import private_paths
+from tests.support.master import ALL_VERSIONS, Master, MasterMissing
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Iterator[Paths]:
+    with private_paths(tmp_path) as paths:
+        yield paths
+
+
+@pytest.fixture
+def quick_master() -> Iterator[Master]:
+    """A Master with short leases and lives."""
+    yield from _quick("0.3.13")
+
+
+@pytest.fixture(params=ALL_VERSIONS)
+def any_quick_master(request: pytest.FixtureRequest) -> Iterator[Master]:
+    yield from _quick(request.param)
+
+
+@pytest.fixture
+def new_master() -> Iterator[Master]:
+    """One of 0.3.14, for what older ones do not have."""
+    yield from _quick("0.3.14")
+
+
+def _quick(version: str) -> Iterator[Master]:
+    try:
+        master = Master(version, lease_ttl=1.0, client_ttl=3, suspicion_ttl=1)
+    except MasterMissing as missing:
+        pytest.skip(str(missing))
+    with master:
+        yield master
