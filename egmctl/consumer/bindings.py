@@ -8,17 +8,16 @@ the bound incarnation's own memory, whatever the endpoint was before or becomes 
 from __future__ import annotations
 
 import os
-import select
-import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import NamedTuple
 
 from egmctl.consumer.agent_link import Watch, export
+from egmctl.consumer.binding import Binding, ChunkAt, StockHistory
 from egmctl.consumer.errors import ProviderGone, StaleAllocation, Unreachable
+from egmctl.consumer.watcher import Watcher
 from egmctl.errors import EgmError
 from egmctl.memory import import_share
 from egmctl.memory.base import Mapping, Share
@@ -32,74 +31,6 @@ Fetch = Callable[[str], SegmentDescriptor]
 
 _REFUSAL_LIFE = 2.0
 """Seconds for which an endpoint found unreachable is not asked again."""
-
-
-class ChunkAt(NamedTuple):
-    """The chunk that holds an address: ``identity`` names the allocation itself and keys its mapping."""
-
-    identity: Hashable
-    number: int
-    numa_node: int
-    base: int
-    nbytes: int
-
-
-class Binding:
-    """One incarnation behind an endpoint, as it was at ``bound_at`` (monotonic seconds)."""
-
-    def __init__(
-        self,
-        endpoint: str,
-        descriptor: SegmentDescriptor,
-        watch: Watch | None,
-        bound_at: float,
-        *,
-        exclusive: bool = True,
-    ) -> None:
-        egm = descriptor.egm
-        self.endpoint = endpoint
-        self.descriptor = descriptor
-        self.watch = watch
-        self.bound_at = bound_at
-        self.stock = egm is None
-        self.exclusive = exclusive and (egm is None or egm.exclusive)
-        self.kind = egm.kind if egm else "cuda-fabric"
-        self.nonce = egm.nonce if egm else ""
-        self.outdated = False
-        """Set by whoever needs a newer descriptor than this one."""
-        self.told = 0
-        self._chunks = {chunk.addr: chunk for chunk in egm.chunks} if egm else {}
-
-    def chunk(self, address: int, nbytes: int) -> ChunkAt:
-        """The chunk with all of ``[address, address + nbytes)``. Raises `StaleAllocation`: none, or being withdrawn."""
-        buffer = self.descriptor.covering(address, nbytes)
-        if buffer is None:
-            raise StaleAllocation(
-                f"no chunk published there holds {nbytes} bytes at {address:#x}",
-                where=self.endpoint,
-                hint="the Master lists memory that its provider no longer has; it forgets it within half a minute",
-            )
-        chunk = self._chunks.get(buffer.addr)
-        index, node = (chunk.index, chunk.numa_node) if chunk else (-1, 0)
-        if self.watch is not None and index in self.watch.withdrawn:
-            raise StaleAllocation(f"chunk {index} is being taken down", where=self.endpoint)
-        # The handle is part of the identity where it is the memory's only name, or may change under one nonce.
-        identity = (self.endpoint, self.nonce, index, buffer.addr, buffer.length, buffer.handle)
-        return ChunkAt(identity, index, node, buffer.addr, buffer.length)
-
-    def same_as(self, other: SegmentDescriptor, used: Sequence[ChunkAt]) -> bool:
-        """Whether ``other``, asked now, is the same incarnation and still publishes the chunks used."""
-        if (other.egm.nonce if other.egm else "") != self.nonce:
-            return False
-        for chunk in used:
-            mine, its = self.descriptor.covering(chunk.base, 1), other.covering(chunk.base, chunk.nbytes)
-            if (
-                mine is None
-                or its is None
-                or (mine.addr, mine.length, mine.handle) != (its.addr, its.length, its.handle)
-            ):
-                return False
-        return True
 
 
 class Bindings:
@@ -122,14 +53,14 @@ class Bindings:
         self._fetch = fetch
         self._devices = tuple(devices)
         self._timeout = timeout
-        self._stock = _StockHistory(stock_expiry)
+        self._stock = StockHistory(stock_expiry)
         self._endpoints = tuple(endpoints)
         self._on_gone = on_gone
         self._lock = threading.Lock()
         self._bound: dict[str, Binding] = {}
         self._pending: dict[str, Future[Binding]] = {}
         self._refused: dict[str, tuple[float, EgmError]] = {}
-        self._watcher = _Watcher(self._noticed)
+        self._watcher = Watcher(self._noticed)
         self._closed = False
 
     def get(self, endpoint: str) -> Binding:
@@ -325,88 +256,3 @@ class Bindings:
             self._watcher.remove(binding.watch)
             binding.watch.close()
         self._on_gone(binding.endpoint, binding.nonce, None)
-
-
-class _StockHistory:
-    """What a stock provider's memory was: it does not say whether an endpoint is its own alone, but another handle for
-    the same addresses does say that what the Master lists there may be of the one before."""
-
-    def __init__(self, expiry: float) -> None:
-        self._expiry = expiry
-        self._lock = threading.Lock()
-        self._seen: dict[str, tuple[SegmentDescriptor, float]] = {}
-
-    def note(self, endpoint: str, descriptor: SegmentDescriptor) -> bool:
-        """Whether what the Master lists under ``endpoint`` from now on can be taken to be of this descriptor."""
-        with self._lock:
-            before, doubted_until = self._seen.get(endpoint, (descriptor, 0.0))
-            known = {(buffer.addr, buffer.length): buffer.handle for buffer in before.buffers}
-            for buffer in descriptor.buffers:
-                same = known.get((buffer.addr, buffer.length)) == buffer.handle
-                if not same and any(at < buffer.end and buffer.addr < at + size for at, size in known):
-                    doubted_until = time.monotonic() + self._expiry
-                    break
-            self._seen[endpoint] = (descriptor, doubted_until)
-            return time.monotonic() >= doubted_until
-
-
-class _Watcher:
-    """One thread that sleeps until an agent ends or says something, so that an idle consumer, too, lets go."""
-
-    def __init__(self, noticed: Callable[[Binding], None]) -> None:
-        self._noticed = noticed
-        self._lock = threading.Lock()
-        self._bindings: dict[int, Binding] = {}
-        self._thread: threading.Thread | None = None
-        self._wake: tuple[socket.socket, socket.socket] | None = None
-
-    def add(self, binding: Binding) -> None:
-        assert binding.watch is not None
-        with self._lock:
-            self._bindings[binding.watch.fileno()] = binding
-            if self._thread is None:
-                self._wake = socket.socketpair()
-                self._thread = threading.Thread(target=self._run, args=(self._wake[0],), name="egm-watch", daemon=True)
-                self._thread.start()
-            self._ring(b"+")
-
-    def remove(self, watch: Watch) -> None:
-        with self._lock:
-            for fd, binding in list(self._bindings.items()):
-                if binding.watch is watch:
-                    del self._bindings[fd]
-                    self._ring(b"+")
-
-    def close(self) -> None:
-        with self._lock:
-            thread, self._thread = self._thread, None
-            if thread is None or self._wake is None:
-                return
-            self._ring(b"x")
-        if thread is not threading.current_thread():
-            thread.join()
-        for end in self._wake:
-            end.close()
-
-    def _ring(self, text: bytes) -> None:
-        if self._wake is not None:
-            self._wake[1].send(text)
-
-    def _run(self, wake: socket.socket) -> None:
-        while True:
-            poller = select.poll()
-            poller.register(wake, select.POLLIN)
-            with self._lock:
-                for fd in self._bindings:
-                    poller.register(fd, select.POLLIN)
-            for fd, _ in poller.poll():
-                if fd == wake.fileno():
-                    if b"x" in wake.recv(4096):
-                        return
-                    continue
-                with self._lock:
-                    binding = self._bindings.get(fd)
-                    if binding is not None and (binding.watch is None or not binding.watch.alive()):
-                        del self._bindings[fd]
-                if binding is not None:
-                    self._noticed(binding)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from egmctl.consumer.bindings import Binding, Bindings, ChunkAt
+from egmctl.consumer.binding import Binding, ChunkAt
+from egmctl.consumer.bindings import Bindings
 from egmctl.consumer.errors import AmbiguousSegment, ProviderGone, StaleAllocation, StoreError
 from egmctl.consumer.mappings import Lease, MappingCache
 

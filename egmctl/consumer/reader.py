@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from egmctl.consumer.engine import Backoff, Engine, Part, settle, split_batch
+from egmctl.consumer.engine import Engine, Part, settle, split_batch
 from egmctl.consumer.errors import GetFailed, StaleAllocation, StoreError, Unreachable
 from egmctl.consumer.host_copy import Completion
 from egmctl.consumer.master_link import Answer, Location, is_transient
 from egmctl.consumer.pins import Again, Pins, Place, Target
 from egmctl.errors import EgmError
 
-__all__ = ["ReadRequest", "ReadRound", "read_all"]
+__all__ = ["ReadRequest", "ReadRound", "as_store_error", "choose", "is_bound"]
 
 Layout = Callable[[int], tuple[int, Sequence[Part]]]
 """From an object's size to (the result to return, which part of it goes where). Raises what is wrong with it."""
@@ -86,7 +86,7 @@ class ReadRound:
         for (index, request), located in zip(requests, answer(), strict=True):
             try:
                 if isinstance(located, EgmError):
-                    raise Again(_as_store_error(located)) if is_transient(located) else located
+                    raise Again(as_store_error(located)) if is_transient(located) else located
                 place, target = choose(self.pins, located)
                 result, parts = request.layout(place.nbytes)
                 for part in parts:
@@ -172,7 +172,7 @@ class ReadRound:
         for flight, answer in zip(piece.flights, answers, strict=True):
             if isinstance(answer, EgmError):
                 self.outcomes[flight.index] = (
-                    Again(_as_store_error(answer)) if is_transient(answer) else _changed(flight, answer)
+                    Again(as_store_error(answer)) if is_transient(answer) else _changed(flight, answer)
                 )
             elif flight.index in piece.moved or not answer.still_holds(flight.place, flight.location):
                 self.outcomes[flight.index] = _changed(flight, None)
@@ -228,60 +228,9 @@ def _changed(flight: _Flight, error: EgmError | None) -> Again:
     )
 
 
-def _as_store_error(error: EgmError) -> StoreError:
+def as_store_error(error: EgmError) -> StoreError:
     if isinstance(error, StoreError):
         return error
     failed = GetFailed(error.message, where=error.where, hint=error.hint, facts=error.facts)
     failed.__cause__ = error
     return failed
-
-
-def read_all(
-    engine: Engine,
-    requests: Sequence[ReadRequest],
-    *,
-    stream: int | None = None,
-    first: ReadRound | None = None,
-) -> list[int | EgmError]:
-    """Results in order, an error where one failed. ``first`` is a round of all of them that was started before."""
-    results: list[int | EgmError] = [GetFailed("was not tried")] * len(requests)
-    todo = list(enumerate(requests))
-    backoff = Backoff(engine.timing.retry)
-    hurried = 0
-    while todo:
-        current = first if first is not None else ReadRound(engine, todo, stream)
-        try:
-            try:
-                if first is None:
-                    current.start()
-                first = None
-                current.wait(None)
-                current.settle()
-            except EgmError as error:
-                current.abandon()
-                if not is_transient(error):
-                    raise
-                for index, _ in todo:
-                    current.outcomes[index] = Again(_as_store_error(error))
-        except BaseException:
-            current.abandon()
-            raise
-        again: list[tuple[int, ReadRequest]] = []
-        at_once = True
-        for index, request in todo:
-            outcome = current.outcomes[index]
-            if isinstance(outcome, Again):
-                again.append((index, request))
-                results[index] = outcome.error
-                at_once = at_once and outcome.at_once
-            else:
-                results[index] = outcome
-        todo = again
-        if not todo:
-            break
-        hurried += at_once
-        if at_once and hurried <= 3:
-            continue
-        if not backoff.sleep():
-            break
-    return results

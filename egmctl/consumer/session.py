@@ -103,10 +103,15 @@ class Session:
         key. Both are `Indices`: integers here or on a GPU.
         Raises `BadOffset` when an entry is not inside its object, and what `read_into` raises.
         """
+        return self.gather_entries(
+            self._keys if keys is None else keys, Entries(offsets, entry_bytes, objects, count), destination, stream
+        )
+
+    def gather_entries(self, keys: Sequence[str], entries: Entries, destination: int, stream: int | None) -> int:
+        """As `gather`, with the entries as they are."""
         with self._lock:
-            found = [self._object(key) for key in (self._keys if keys is None else keys)]
+            found = [self._object(key) for key in keys]
             self._check_lease()
-            entries = Entries(offsets, entry_bytes, objects, count)
             spaces = [(target, place.nbytes) for _, place, target in found]
             self._wait(gather(self._engine, self._buffers, spaces, entries, destination, stream))
             self._check_after()

@@ -4,45 +4,36 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from egmctl.consumer.bindings import Bindings, Fetch
-from egmctl.consumer.buffers import Buffer, Buffers
-from egmctl.consumer.engine import Backoff, Engine, Part, Timing, check_batch
+from egmctl.consumer.attempts import read_all, write_all
+from egmctl.consumer.buffers import Buffers
+from egmctl.consumer.connect import assemble, make_fetch
+from egmctl.consumer.engine import Engine, Part, Timing, check_batch
 from egmctl.consumer.errors import (
-    GetFailed,
-    InvalidBuffer,
     InvalidRequest,
-    LeaseExpired,
-    ObjectExists,
-    ProviderGone,
     StoreClosed,
 )
-from egmctl.consumer.flow import FlowOptions, Throttle
-from egmctl.consumer.gather import Entries, Indices, scatter, zero
-from egmctl.consumer.host_copy import Completion, Copier, Group, HostCopier
+from egmctl.consumer.flow import FlowOptions
+from egmctl.consumer.gather import Entries, Indices
+from egmctl.consumer.host_copy import Copier, HostCopier
 from egmctl.consumer.keylocks import KeyLocks
-from egmctl.consumer.mappings import MappingCache
-from egmctl.consumer.master_link import Location, MasterLink
-from egmctl.consumer.pins import Target
-from egmctl.consumer.reader import ReadRequest, ReadRound, read_all
+from egmctl.consumer.master_link import Location
+from egmctl.consumer.reader import ReadRequest, ReadRound
+from egmctl.consumer.requests import BufferList, check_range, loose, part_of_bytes, read_batch, write_batch
 from egmctl.consumer.session import Session
+from egmctl.consumer.sparse import gather_objects, scatter_request
 from egmctl.consumer.transfer import BatchTransfer, Transfer, single
-from egmctl.consumer.writer import WriteRequest, WriteRound, write_all
+from egmctl.consumer.writer import WriteRequest, WriteRound
 from egmctl.errors import EgmError
-from egmctl.mooncake.descriptor import SegmentDescriptor
-from egmctl.mooncake.master import MasterClient, MasterTimeout, MasterUnreachable, ReplicateConfig, new_uuid
+from egmctl.mooncake.master import ReplicateConfig
 
 if TYPE_CHECKING:
     from egmctl.consumer.copy import CopyOptions
 
-__all__ = ["EgmStore"]
-
-BufferList = Sequence[tuple[int, int]]
-"""(address, bytes) of each part of one object, in order."""
+__all__ = ["EgmStore", "make_fetch"]
 
 
 class EgmStore:
@@ -86,43 +77,26 @@ class EgmStore:
         ``copy_options`` go to the device copier. ``copier`` takes the place of the CPU's, for tests.
         Raises `MasterUnreachable`, `CudaError`, `UsageError`.
         """
-        timing = timing or Timing()
-        client = MasterClient(master, timeout=timing.request, tenant_id=tenant_id)
         host_copier = HostCopier(copy_threads)
         try:
-            client.service_ready()
-            driver = device_copier = gatherer = None
-            if devices:
-                from egmctl.consumer.copy import make_copier, make_gatherer
-                from egmctl.memory.driver import get_driver
-
-                driver = get_driver()
-                device_copier = make_copier(driver, devices, copy_options)
-                gatherer = make_gatherer(driver, devices, copy_options)
-            mappings = MappingCache(max_bytes=max_mapped_bytes, max_count=max_mappings)
-            bindings = Bindings(
-                make_fetch(metadata_server, timing.bind),
-                devices=devices,
-                timeout=timing.bind,
-                stock_expiry=timing.stock_expiry,
+            engine, buffers = assemble(
+                master,
+                devices,
+                metadata_server,
+                tenant_id,
+                flow=flow or FlowOptions(),
+                timing=timing or Timing(),
+                max_mapped_bytes=max_mapped_bytes,
+                max_mappings=max_mappings,
                 endpoints=endpoints,
-                on_gone=lambda endpoint, nonce, chunks: mappings.drop(_belongs_to(endpoint, nonce, chunks)),
+                host_copier=host_copier,
+                copier=copier,
+                copy_options=copy_options,
             )
-            engine = Engine(
-                MasterLink(client, new_uuid()),
-                bindings,
-                mappings,
-                copier or host_copier,
-                device_copier,
-                Throttle(flow or FlowOptions()),
-                timing,
-                gatherer,
-            )
-            return cls(engine, Buffers(driver, devices), host_copier)
         except BaseException:
-            client.close()
             host_copier.close()
             raise
+        return cls(engine, buffers, host_copier)
 
     def __enter__(self) -> EgmStore:
         return self
@@ -195,13 +169,13 @@ class EgmStore:
     ) -> list[int | EgmError]:
         """Put several objects, each laid together from its parts in order."""
         check_batch(keys, buffers)
-        results, requests, places = self._write_requests(keys, buffers)
+        self._open()
+        batch, requests = write_batch(self._buffers, keys, buffers)
         held = self._locks.acquire([request.key for request in requests], self._engine.timing.put_deadline)
         try:
-            written = write_all(self._engine, requests, config or ReplicateConfig(), stream=stream)
+            return batch.merge(write_all(self._engine, requests, config or ReplicateConfig(), stream=stream))
         finally:
             self._locks.release(held)
-        return _merge(results, places, written)
 
     def put_from_async(
         self, key: str, address: int, nbytes: int, *, config: ReplicateConfig | None = None, stream: int | None = None
@@ -221,7 +195,8 @@ class EgmStore:
         """As `put_from_async`, for several."""
         check_batch(keys, addresses, sizes)
         config = config or ReplicateConfig()
-        results, requests, places = self._write_requests(keys, [[pair] for pair in zip(addresses, sizes, strict=True)])
+        self._open()
+        batch, requests = write_batch(self._buffers, keys, [[pair] for pair in zip(addresses, sizes, strict=True)])
         held = self._locks.acquire([request.key for request in requests], self._engine.timing.put_deadline)
         first = WriteRound(self._engine, list(enumerate(requests)), config, stream)
         try:
@@ -232,23 +207,17 @@ class EgmStore:
             raise
 
         def finish() -> list[int | EgmError]:
-            return _merge(results, places, write_all(self._engine, requests, config, stream=stream, first=first))
+            return batch.merge(write_all(self._engine, requests, config, stream=stream, first=first))
 
         return self._under_way(first, finish, lambda: self._locks.release(held))
 
     def put(self, key: str, data: bytes | bytearray | memoryview, *, config: ReplicateConfig | None = None) -> int:
         """Put what a bytes-like object holds. Raises as `put_from`."""
-        view = memoryview(data).cast("B")
-        if view.nbytes == 0:
-            raise InvalidRequest("an object has at least one byte", where=f"object {key!r}")
-        if view.readonly:
-            # The characters of a bytes object lie still; ctypes gives their address without a copy.
-            kept: object = data if isinstance(data, bytes) else view.tobytes()
-            address = ctypes.cast(ctypes.c_char_p(kept), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
-        else:
-            kept = (ctypes.c_char * view.nbytes).from_buffer(view)
-            address = ctypes.addressof(kept)
-        return single(self._write_one(WriteRequest(key, view.nbytes, (_loose(address, view.nbytes),)), config))
+        part, kept = part_of_bytes(key, data)
+        try:
+            return single(self._write_one(WriteRequest(key, part.nbytes, (part,)), config))
+        finally:
+            del kept
 
     def _write_one(
         self, request: WriteRequest, config: ReplicateConfig | None, stream: int | None = None
@@ -289,8 +258,9 @@ class EgmStore:
     ) -> list[int | EgmError]:
         """Get several objects, each spread over its parts in order; the parts together hold at least the object."""
         check_batch(keys, buffers)
-        results, requests, places = self._read_requests(keys, buffers)
-        return _merge(results, places, read_all(self._engine, requests, stream=stream))
+        self._open()
+        batch, requests = read_batch(self._buffers, keys, buffers)
+        return batch.merge(read_all(self._engine, requests, stream=stream))
 
     def get_into_async(self, key: str, address: int, capacity: int, *, stream: int | None = None) -> Transfer:
         """Locate and begin to copy, ordered after what ``stream`` holds; the bytes are right once `Transfer.result`
@@ -302,9 +272,8 @@ class EgmStore:
     ) -> BatchTransfer:
         """As `get_into_async`, for several."""
         check_batch(keys, addresses, capacities)
-        results, requests, places = self._read_requests(
-            keys, [[pair] for pair in zip(addresses, capacities, strict=True)]
-        )
+        self._open()
+        batch, requests = read_batch(self._buffers, keys, [[pair] for pair in zip(addresses, capacities, strict=True)])
         first = ReadRound(self._engine, list(enumerate(requests)), stream)
         try:
             first.start()
@@ -313,7 +282,7 @@ class EgmStore:
             raise
 
         def finish() -> list[int | EgmError]:
-            return _merge(results, places, read_all(self._engine, requests, stream=stream, first=first))
+            return batch.merge(read_all(self._engine, requests, stream=stream, first=first))
 
         return self._under_way(first, finish, lambda: None)
 
@@ -335,7 +304,7 @@ class EgmStore:
 
         def layout(size: int) -> tuple[int, Sequence[Part]]:
             kept[:] = [ctypes.create_string_buffer(size)]
-            return size, [_loose(ctypes.addressof(kept[0]), size)]
+            return size, [loose(ctypes.addressof(kept[0]), size)]
 
         single(read_all(self._engine, [ReadRequest(key, layout)]))
         return kept[0].raw
@@ -387,20 +356,8 @@ class EgmStore:
         """
         self._open()
         named = [keys] if isinstance(keys, str) else list(keys)
-        backoff = Backoff(self._engine.timing.retry)
-        while True:
-            try:
-                with Session(self._engine, self._buffers, named) as session:
-                    nbytes = session.gather(
-                        offsets, entry_bytes, destination, keys=named, objects=objects, count=count, stream=stream
-                    )
-                    if session.unchanged():
-                        return nbytes
-                error: EgmError = GetFailed("an object changed while it was read", where=f"objects {named[:4]}")
-            except (ProviderGone, LeaseExpired, MasterTimeout, MasterUnreachable) as failed:
-                error = failed
-            if not backoff.sleep():
-                raise error
+        entries = Entries(offsets, entry_bytes, objects, count)
+        return gather_objects(self._engine, self._buffers, named, entries, destination, stream)
 
     def scatter_from(
         self,
@@ -423,19 +380,8 @@ class EgmStore:
         """
         self._open()
         entries = Entries(offsets, entry_bytes, None, count)
-        buffer = self._buffers.find(source, entries.nbytes)
-        if buffer.device is None:
-            entries.checked([nbytes])
-
-        def custom(targets: Sequence[Target], on: int | None) -> Completion:
-            started = []
-            for target in targets:
-                if not covers:
-                    zero(self._engine, target, nbytes, buffer.device)
-                started.append(scatter(self._engine, self._buffers, (target, nbytes), entries, source, on))
-            return started[0] if len(started) == 1 else Group(started)
-
-        return single(self._write_one(WriteRequest(key, nbytes, custom=custom), config, stream))
+        request = scatter_request(self._engine, self._buffers, key, nbytes, entries, source, covers)
+        return single(self._write_one(request, config, stream))
 
     def session(self, keys: Sequence[str]) -> Session:
         """Locate objects once and read parts of them repeatedly within the lease, with no further calls to the Master.
@@ -467,126 +413,3 @@ class EgmStore:
             transfer.abandon()
             self._open()
         return transfer
-
-    def _parts(self, pieces: BufferList) -> list[Part]:
-        parts = []
-        offset = 0
-        for address, nbytes in pieces:
-            parts.append(Part(offset, address, nbytes, self._buffers.find(address, nbytes)))
-            offset += nbytes
-        return parts
-
-    def _write_requests(
-        self, keys: Sequence[str], buffers: Sequence[BufferList]
-    ) -> tuple[list[int | EgmError], list[WriteRequest], list[int]]:
-        self._open()
-        results: list[int | EgmError] = [0] * len(keys)
-        requests: list[WriteRequest] = []
-        places: list[int] = []
-        seen: set[str] = set()
-        for at, (key, pieces) in enumerate(zip(keys, buffers, strict=True)):
-            try:
-                if key in seen:
-                    raise ObjectExists("is put twice in this batch", where=f"object {key!r}")
-                parts = self._parts(pieces)
-                total = sum(part.nbytes for part in parts)
-                if not key or total == 0:
-                    raise InvalidRequest(
-                        "keys are not empty and objects have at least one byte", where=f"object {key!r}"
-                    )
-            except EgmError as error:
-                results[at] = error
-                continue
-            seen.add(key)
-            requests.append(WriteRequest(key, total, parts))
-            places.append(at)
-        return results, requests, places
-
-    def _read_requests(
-        self, keys: Sequence[str], buffers: Sequence[BufferList]
-    ) -> tuple[list[int | EgmError], list[ReadRequest], list[int]]:
-        self._open()
-        results: list[int | EgmError] = [0] * len(keys)
-        requests: list[ReadRequest] = []
-        places: list[int] = []
-        for at, (key, pieces) in enumerate(zip(keys, buffers, strict=True)):
-            try:
-                parts = self._parts(pieces)
-            except EgmError as error:
-                results[at] = error
-                continue
-            requests.append(ReadRequest(key, _whole(key, parts)))
-            places.append(at)
-        return results, requests, places
-
-
-def _whole(key: str, parts: Sequence[Part]) -> Callable[[int], tuple[int, Sequence[Part]]]:
-    def layout(size: int) -> tuple[int, Sequence[Part]]:
-        if len(parts) == 1 and parts[0].nbytes == size:
-            return size, parts
-        capacity = sum(part.nbytes for part in parts)
-        if capacity < size:
-            raise InvalidBuffer(
-                f"has {size} bytes and the buffer given for it {capacity}",
-                where=f"object {key!r}",
-                hint="give a larger buffer, or get a range",
-            )
-        used = []
-        for part in parts:
-            if part.offset >= size:
-                break
-            used.append(Part(part.offset, part.address, min(part.nbytes, size - part.offset), part.buffer))
-        return size, used
-
-    return layout
-
-
-def check_range(key: str, size: int, offset: int, length: int) -> None:
-    """Raises `InvalidRequest` unless an object of ``size`` bytes has ``[offset, offset + length)``."""
-    if offset < 0 or length < 0 or offset + length > size:
-        raise InvalidRequest(f"{length} bytes at {offset} are not inside its {size} bytes", where=f"object {key!r}")
-
-
-def _loose(address: int, nbytes: int) -> Part:
-    return Part(0, address, nbytes, Buffer(address, nbytes, "pageable", None))
-
-
-def _merge(results: list[int | EgmError], places: list[int], found: list[int | EgmError]) -> list[int | EgmError]:
-    for at, result in zip(places, found, strict=True):
-        results[at] = result
-    return results
-
-
-def _belongs_to(endpoint: str, nonce: str, chunks: frozenset[int] | None) -> Callable[[Hashable], bool]:
-    def chosen(key: Hashable) -> bool:
-        return isinstance(key, tuple) and key[:2] == (endpoint, nonce) and (chunks is None or key[2] in chunks)
-
-    return chosen
-
-
-def make_fetch(metadata_server: str, timeout: float) -> Fetch:
-    """How descriptors are found: from the endpoint itself, or from an HTTP metadata server.
-
-    With a metadata server an endpoint need not be ``host:port``; where it is, and an egmctl agent answers there, the
-    agent is believed, since what lies on the server may be of an agent that died.
-    """
-    from egmctl.mooncake.handshake import fetch_descriptor
-
-    if metadata_server == "P2PHANDSHAKE":
-        return lambda endpoint: fetch_descriptor(endpoint, timeout)
-    from egmctl.mooncake.metadata import MetadataClient
-
-    server = MetadataClient(metadata_server, timeout=timeout)
-
-    def fetch(endpoint: str) -> SegmentDescriptor:
-        found = server.fetch(endpoint)
-        if found is None:
-            raise ProviderGone("the metadata server has no descriptor of it", where=endpoint)
-        if found.egm is not None:
-            with suppress(EgmError):
-                answer = fetch_descriptor(endpoint, timeout)
-                if answer.egm is not None:
-                    return answer
-        return found
-
-    return fetch

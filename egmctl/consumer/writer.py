@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from egmctl.consumer.engine import Backoff, Engine, Part, settle, split_batch
-from egmctl.consumer.errors import InterruptedPut, NoSpace, ObjectNotFound, StaleAllocation, StoreError, Unreachable
+from egmctl.consumer.engine import Engine, Part, settle, split_batch
+from egmctl.consumer.errors import InterruptedPut, NoSpace, ObjectNotFound, StaleAllocation, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
-from egmctl.consumer.master_link import Answer, Reserved, is_transient
+from egmctl.consumer.master_link import Answer, Reserved
 from egmctl.consumer.pins import Again, Pins, Target
 from egmctl.consumer.reader import is_bound
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
 
-__all__ = ["WriteRequest", "WriteRound", "write_all"]
+__all__ = ["WriteRequest", "WriteRound"]
 
 
 @dataclass
@@ -309,74 +309,3 @@ def _unknown(request: WriteRequest, error: EgmError) -> InterruptedPut:
     )
     interrupted.__cause__ = error
     return interrupted
-
-
-def _as_store_error(error: EgmError, key: str) -> StoreError:
-    if isinstance(error, StoreError):
-        return error
-    failed = InterruptedPut(error.message, where=f"object {key!r}", hint=error.hint, facts={"revoked": True})
-    failed.__cause__ = error
-    return failed
-
-
-def write_all(
-    engine: Engine,
-    requests: Sequence[WriteRequest],
-    config: ReplicateConfig,
-    *,
-    stream: int | None = None,
-    first: WriteRound | None = None,
-) -> list[int | EgmError]:
-    """Sizes in order, an error where one failed. The caller holds the keys' locks. ``first`` is a round of all of them
-    that was started before."""
-    results: list[int | EgmError] = [InterruptedPut("was not tried")] * len(requests)
-    todo = list(enumerate(requests))
-    retry, space = Backoff(engine.timing.retry), Backoff(engine.timing.no_space)
-    hurried = 0
-    while todo:
-        current = first if first is not None else WriteRound(engine, todo, config, stream)
-        try:
-            try:
-                if first is None:
-                    current.start()
-                first = None
-                current.wait(None)
-                current.settle()
-            except EgmError as error:
-                current.abandon()
-                if not is_transient(error):
-                    raise
-                for index, request in todo:
-                    current.outcomes.setdefault(index, Again(_as_store_error(error, request.key)))
-        except BaseException:
-            current.abandon()
-            raise
-        again: list[tuple[int, WriteRequest]] = []
-        elsewhere: list[tuple[int, WriteRequest]] = []
-        at_once, full = True, True
-        for index, request in todo:
-            outcome = current.outcomes[index]
-            if isinstance(outcome, Again):
-                results[index] = outcome.error
-                again.append((index, request))
-                at_once = at_once and outcome.at_once
-                full = full and isinstance(outcome.error, NoSpace)
-            else:
-                results[index] = outcome
-                if isinstance(outcome, Unreachable):
-                    elsewhere.append((index, request))
-        if elsewhere and not config.preferred_segments:
-            names = engine.bindings.segment_names()
-            if names:
-                config = replace(config, preferred_segments=names)
-                again = sorted([*again, *elsewhere], key=lambda each: each[0])
-                at_once = True
-        todo = again
-        if not todo:
-            break
-        hurried += at_once
-        if at_once and hurried <= 3:
-            continue
-        if not (space if full else retry).sleep():
-            break
-    return results

@@ -156,6 +156,7 @@ def test_a_watch_sees_withdrawals_and_the_end_without_waiting() -> None:
         watch = Watch(path, 1.0)
         assert watch.nonce == NONCE
         assert watch.alive()
+        until(lambda: bool(links))
         event = json.dumps({"event": "withdrawn", "chunks": [3, 4]}).encode() + b"\n"
         links[0].sendall(event[:10])
         time.sleep(0.05)

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -40,6 +41,15 @@ def paths(tmp_path: Path) -> Iterator[Paths]:
 def quick() -> Iterator[Master]:
     with Master(lease_ttl=1.0, client_ttl=3) as master:
         yield master
+
+
+@contextmanager
+def _pool(master: Master, paths: Paths, chunks: int) -> Iterator[None]:
+    start_agent(small_plan(master, POOL, chunks=chunks), paths, mount=True)
+    try:
+        yield
+    finally:
+        teardown_pool(POOL, paths, now=True)
 
 
 def _sizes(count: int, seed: int) -> list[int]:
@@ -100,9 +110,12 @@ def _while_stopped(stock: StockClient, store: EgmStore, paths: Paths) -> None:
         assert stock.get(f"d{index}") == payload(f"d{index}", 100_000)
 
 
-def test_a_full_pool_is_a_clear_error(quick: Master, paths: Paths) -> None:
-    start_agent(small_plan(quick, POOL, chunks=2), paths, mount=True)
-    with EgmStore.connect(quick.address, timing=Timing(no_space=0.2)) as store:
+def test_a_full_pool_is_a_clear_error(paths: Paths) -> None:
+    with (
+        Master(lease_ttl=60) as master,
+        _pool(master, paths, chunks=2),
+        EgmStore.connect(master.address, timing=Timing(no_space=0.2)) as store,
+    ):
         data = bytes(8 * MIB)
         for index in range(4):
             store.put(f"k{index}", data)

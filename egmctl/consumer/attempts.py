@@ -1,0 +1,142 @@
+"""Rounds of gets and puts, one after the other, until each object has an answer or its time is up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from egmctl.consumer.engine import Backoff, Engine
+from egmctl.consumer.errors import GetFailed, InterruptedPut, NoSpace, StoreError, Unreachable
+from egmctl.consumer.master_link import is_transient
+from egmctl.consumer.pins import Again
+from egmctl.consumer.reader import ReadRequest, ReadRound, as_store_error
+from egmctl.consumer.writer import WriteRequest, WriteRound
+from egmctl.errors import EgmError
+from egmctl.mooncake.master import ReplicateConfig
+
+__all__ = ["read_all", "write_all"]
+
+_HURRIED = 3
+"""Rounds that may follow each other without a pause, when each had a reason not to wait."""
+
+
+def read_all(
+    engine: Engine,
+    requests: Sequence[ReadRequest],
+    *,
+    stream: int | None = None,
+    first: ReadRound | None = None,
+) -> list[int | EgmError]:
+    """Results in order, an error where one failed. ``first`` is a round of all of them that was started before."""
+    results: list[int | EgmError] = [GetFailed("was not tried")] * len(requests)
+    todo = list(enumerate(requests))
+    backoff = Backoff(engine.timing.retry)
+    hurried = 0
+    while todo:
+        current = first if first is not None else ReadRound(engine, todo, stream)
+        try:
+            try:
+                if first is None:
+                    current.start()
+                first = None
+                current.wait(None)
+                current.settle()
+            except EgmError as error:
+                current.abandon()
+                if not is_transient(error):
+                    raise
+                for index, _ in todo:
+                    current.outcomes[index] = Again(as_store_error(error))
+        except BaseException:
+            current.abandon()
+            raise
+        again: list[tuple[int, ReadRequest]] = []
+        at_once = True
+        for index, request in todo:
+            outcome = current.outcomes[index]
+            if isinstance(outcome, Again):
+                again.append((index, request))
+                results[index] = outcome.error
+                at_once = at_once and outcome.at_once
+            else:
+                results[index] = outcome
+        todo = again
+        if not todo:
+            break
+        hurried += at_once
+        if at_once and hurried <= _HURRIED:
+            continue
+        if not backoff.sleep():
+            break
+    return results
+
+
+def write_all(
+    engine: Engine,
+    requests: Sequence[WriteRequest],
+    config: ReplicateConfig,
+    *,
+    stream: int | None = None,
+    first: WriteRound | None = None,
+) -> list[int | EgmError]:
+    """Sizes in order, an error where one failed. The caller holds the keys' locks. ``first`` is a round of all of them
+    that was started before."""
+    results: list[int | EgmError] = [InterruptedPut("was not tried")] * len(requests)
+    todo = list(enumerate(requests))
+    retry, space = Backoff(engine.timing.retry), Backoff(engine.timing.no_space)
+    hurried = 0
+    while todo:
+        current = first if first is not None else WriteRound(engine, todo, config, stream)
+        try:
+            try:
+                if first is None:
+                    current.start()
+                first = None
+                current.wait(None)
+                current.settle()
+            except EgmError as error:
+                current.abandon()
+                if not is_transient(error):
+                    raise
+                for index, request in todo:
+                    current.outcomes.setdefault(index, Again(_interrupted(error, request.key)))
+        except BaseException:
+            current.abandon()
+            raise
+        again: list[tuple[int, WriteRequest]] = []
+        elsewhere: list[tuple[int, WriteRequest]] = []
+        at_once, full = True, True
+        for index, request in todo:
+            outcome = current.outcomes[index]
+            if isinstance(outcome, Again):
+                results[index] = outcome.error
+                again.append((index, request))
+                at_once = at_once and outcome.at_once
+                full = full and isinstance(outcome.error, NoSpace)
+            else:
+                results[index] = outcome
+                if isinstance(outcome, Unreachable):
+                    elsewhere.append((index, request))
+        if elsewhere and not config.preferred_segments:
+            names = engine.bindings.segment_names()
+            if names:
+                config = replace(config, preferred_segments=names)
+                again = sorted([*again, *elsewhere], key=lambda each: each[0])
+                at_once = True
+        todo = again
+        if not todo:
+            break
+        hurried += at_once
+        if at_once and hurried <= _HURRIED:
+            continue
+        if not (space if full else retry).sleep():
+            break
+    return results
+
+
+def _interrupted(error: EgmError, key: str) -> StoreError:
+    if isinstance(error, StoreError):
+        return error
+    failed = InterruptedPut(error.message, where=f"object {key!r}", hint=error.hint, facts={"revoked": True})
+    failed.__cause__ = error
+    return failed
