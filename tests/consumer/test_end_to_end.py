@@ -116,12 +116,11 @@ def test_a_full_pool_is_a_clear_error(paths: Paths) -> None:
         _pool(master, paths, chunks=2),
         EgmStore.connect(master.address, timing=Timing(no_space=0.2)) as store,
     ):
-        data = bytes(8 * MIB)
-        for index in range(4):
-            store.put(f"k{index}", data)
-        store.batch_exists([f"k{index}" for index in range(4)])
         with pytest.raises(NoSpace, match="NO_AVAILABLE_HANDLE"):
-            store.put("more", data)
+            for index in range(20):
+                store.put(f"k{index}", bytes(4 * MIB))
+                store.exists(f"k{index}")  # leased, so that it is not evicted for the next one
+        assert index >= 6
 
 
 def test_a_master_restarted_under_readers_and_writers_costs_objects_and_never_bytes(

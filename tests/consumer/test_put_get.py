@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from egmctl.consumer import EgmStore, Timing
@@ -131,15 +133,20 @@ def test_an_object_has_a_name_and_at_least_one_byte(store: EgmStore, memory: Mem
         store.batch_put_from(["a", "b"], [memory.address], [1])
 
 
-def test_a_full_pool_says_no_space_after_its_retries(master: Master, provider: MiniProvider) -> None:
-    with EgmStore.connect(master.address, timing=Timing(no_space=0.3)) as store:
-        memory = Memory(8 * MIB)
-        store.register_buffer(memory.address, memory.nbytes)
-        keys = [f"f{index}" for index in range(8)]
-        assert store.batch_put_from(keys, [memory.address] * 8, [8 * MIB] * 8) == [8 * MIB] * 8
-        assert store.batch_exists(keys) == [True] * 8  # leased: they cannot be evicted
+def test_a_full_pool_says_no_space_after_its_retries() -> None:
+    with (
+        Master(lease_ttl=60) as master,
+        MiniProvider(master.address, chunks=[32 * MIB]),
+        EgmStore.connect(master.address, timing=Timing(no_space=0.5)) as store,
+    ):
+        started = 0.0
         with pytest.raises(NoSpace) as error:
-            store.put_from("one more", memory.address, 8 * MIB)
+            for index in range(20):
+                started = time.monotonic()
+                store.put(f"k{index}", bytes(4 * MIB))
+                store.exists(f"k{index}")  # leased, so that it is not evicted for the next one
+        assert index >= 6
+        assert time.monotonic() - started >= 0.5
         assert error.value.number == -200
         assert "NO_AVAILABLE_HANDLE" in str(error.value)
         assert error.value.hint
