@@ -226,7 +226,8 @@ def _carry_out(
 
 
 def _own(agent: Agent, signals: _Signals, grace: float, notifier: Notifier) -> None:
-    """Until nothing is owned any more. A teardown asked for by a signal is tried until it is done."""
+    """Until nothing is owned any more. A teardown asked for by a signal, or left unfinished where nobody can ask for it
+    again, is tried until it is done."""
     job: Job | None = None
     not_before = 0.0
     while not agent.over:
@@ -240,12 +241,14 @@ def _own(agent: Agent, signals: _Signals, grace: float, notifier: Notifier) -> N
                 print(f"egmctl: {error}\n  do: {error.hint}", file=sys.stderr, flush=True)
                 not_before = time.monotonic() + RETRY_SECONDS
             job = None
-        if signals.count and job is None and not agent.over and time.monotonic() >= not_before:
+        # Its socket is the last thing a teardown removes: if that fails there, nobody can ask for the rest any more.
+        alone = not agent.control.accepting and not agent.operator.busy()
+        if (signals.count or alone) and job is None and not agent.over and time.monotonic() >= not_before:
             notifier.stopping()
             with suppress(EgmError):  # busy with a client's command: tried again
                 job = agent.command(
                     "teardown",
-                    lambda task: agent.pool.teardown(task, 0.0 if signals.count > 1 else grace),
+                    lambda task: agent.pool.teardown(task, grace if signals.count == 1 else 0.0),
                     hurried=lambda: signals.count > 1,
                 )
 

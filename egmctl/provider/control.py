@@ -67,6 +67,11 @@ class ControlServer:
         self._clients: dict[socket.socket, threading.Thread] = {}
         self._watchers: dict[socket.socket, threading.Lock] = {}
 
+    @property
+    def accepting(self) -> bool:
+        """Whether anybody can ask this agent for anything."""
+        return self._listener is not None
+
     # The door, as the pool's stages see it
 
     def open(self) -> None:
