@@ -94,12 +94,14 @@ def attempt(kind: str, node: int) -> dict[str, Any]:
     try:
         memory = CudaProvider(kind, 0)  # type: ignore[arg-type]
         spec = ChunkSpec(0, node, memory.granularity(node))
-        chunk = memory.create(spec, lambda _: None)
-        view = chunk.host_view()
-        view[0] = view[-1] = 1
-        view.release()
-        memory.release(chunk)
-        memory.close()
+        try:
+            chunk = memory.create(spec, lambda _: None)
+            view = chunk.host_view()
+            view[0] = view[-1] = 1
+            view.release()
+            memory.release(chunk)
+        finally:
+            memory.close()
     except EgmError as error:
         number = error.facts.get("number")
         outcome = _OUTCOMES.get(number, "failed") if isinstance(number, int) else "failed"
