@@ -22,10 +22,19 @@ __all__ = ["StockClient"]
 class StockClient:
     """``with StockClient(master, metadata) as client:`` and the process ends with it. Every call has a time limit.
 
-    Objects hold `egmctl.bench.pattern` of their key. Raises `FailedError` when the process or its ``setup`` fails.
+    ``device`` is the GPU whose memory it puts from and gets into; None is host memory. Objects hold
+    `egmctl.bench.pattern` of their key. Raises `FailedError` when the process or its ``setup`` fails.
     """
 
-    def __init__(self, master: str, metadata: str, *, host: str = "127.0.0.1", workspace: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        master: str,
+        metadata: str,
+        *,
+        host: str = "127.0.0.1",
+        workspace: int = 64 << 20,
+        device: int | None = None,
+    ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "egmctl.bench.stock_child"],
             stdin=subprocess.PIPE,
@@ -38,7 +47,7 @@ class StockClient:
         self._reader = threading.Thread(target=self._read, name="stock-client", daemon=True)
         self._reader.start()
         try:
-            code = self._call("setup", host=host, metadata=metadata, master=master, workspace=workspace)
+            code = self._call("setup", host=host, metadata=metadata, master=master, workspace=workspace, device=device)
         except BaseException:
             self.close()
             raise

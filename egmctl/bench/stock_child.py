@@ -6,62 +6,72 @@ stdout at the start, and what the wheel prints goes to stderr.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
 import time
 from typing import Any
 
+from egmctl.bench.buffers import Buffer, make_buffer
 from egmctl.bench.pattern import digest, pattern
 
 __all__ = ["main"]
 
 
 class _Client:
-    """One ``MooncakeDistributedStore`` with one registered buffer."""
+    """One ``MooncakeDistributedStore`` with one registered buffer, in host memory or on a GPU."""
 
     def __init__(self) -> None:
         from mooncake.store import MooncakeDistributedStore
 
         self._store: Any = MooncakeDistributedStore()
-        self._buffer = (ctypes.c_char * 0)()
+        self._device: int | None = None
+        self._held: Buffer | None = None
 
-    def setup(self, host: str, metadata: str, master: str, workspace: int) -> int:
+    def setup(self, host: str, metadata: str, master: str, workspace: int, device: int | None = None) -> int:
+        self._device = device
         code: int = self._store.setup(host, metadata, 0, workspace, "tcp", "", master)
         return code
 
     def reserve(self, nbytes: int) -> int:
         """A registered buffer of ``nbytes`` for what follows."""
-        if len(self._buffer) >= nbytes:
+        held = self._held
+        if held is not None and held.nbytes >= nbytes:
             return 0
-        if len(self._buffer):
-            self._store.unregister_buffer(ctypes.addressof(self._buffer))
-        self._buffer = (ctypes.c_char * nbytes)()
-        code: int = self._store.register_buffer(ctypes.addressof(self._buffer), nbytes)
+        if held is not None:
+            self._store.unregister_buffer(held.address)
+            held.close()
+        held = self._held = make_buffer(nbytes, self._device)
+        code: int = self._store.register_buffer(held.address, nbytes)
         return code
+
+    def _buffer(self, nbytes: int) -> Buffer:
+        code = self.reserve(nbytes)
+        if code != 0 or self._held is None:
+            raise RuntimeError(f"register_buffer returned {code}")
+        return self._held
 
     def put(self, keys: list[str], nbytes: int) -> dict[str, Any]:
         """Each object holds the pattern of its own key; filling the buffer is not timed."""
-        self.reserve(nbytes)
+        buffer = self._buffer(nbytes)
         taken, codes = [], []
         for key in keys:
-            ctypes.memmove(self._buffer, pattern(key, nbytes), nbytes)
+            buffer.fill(pattern(key, nbytes))
             began = time.perf_counter_ns()
-            codes.append(int(self._store.put_from(key, ctypes.addressof(self._buffer), nbytes)))
+            codes.append(int(self._store.put_from(key, buffer.address, nbytes)))
             taken.append(time.perf_counter_ns() - began)
         return {"ns": taken, "codes": codes}
 
     def get(self, keys: list[str], nbytes: int, check: bool) -> dict[str, Any]:
         """Times and codes (bytes got, or an error below zero), with digests when asked."""
-        self.reserve(nbytes)
+        buffer = self._buffer(nbytes)
         taken, codes, digests = [], [], []
         for key in keys:
             began = time.perf_counter_ns()
-            codes.append(int(self._store.get_into(key, ctypes.addressof(self._buffer), nbytes)))
+            codes.append(int(self._store.get_into(key, buffer.address, nbytes)))
             taken.append(time.perf_counter_ns() - began)
             if check:
-                digests.append(digest(memoryview(self._buffer).cast("B")[: max(0, codes[-1])]))
+                digests.append(digest(buffer.content(max(0, codes[-1]))))
         return {"ns": taken, "codes": codes, "digests": digests}
 
 
