@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
 from egmctl.consumer.agent_link import Watch, export
@@ -80,7 +81,10 @@ class Bindings:
             if future is None:
                 future = self._pending[endpoint] = Future()
         if not mine:
-            return future.result(self._timeout * 3)
+            try:
+                return future.result(self._timeout * 3)
+            except FutureTimeout:
+                raise ProviderGone("binding it takes too long", where=endpoint, hint="try again") from None
         try:
             fresh = self._bind(endpoint)
         except BaseException as error:

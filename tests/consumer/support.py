@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from egmctl.consumer import EgmStore
 from egmctl.consumer.host_copy import Completion, Fragment, HostCopier
 
 
@@ -109,6 +110,13 @@ def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.02)
+
+
+def fill(store: EgmStore) -> None:
+    """Put 4 MiB objects ``k0``, ``k1`` ... until the pool is full; each is leased, so that it is not evicted."""
+    for index in range(100):
+        store.put(f"k{index}", bytes(4 << 20))
+        store.exists(f"k{index}")
 
 
 def open_files() -> int:

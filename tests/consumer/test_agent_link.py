@@ -91,6 +91,7 @@ def test_a_chunk_is_handed_over_with_its_descriptor() -> None:
         ({"ok": True, "result": {"nonce": NONCE, "chunks": "x"}}, 1, ProviderGone),
         ({"ok": True, "result": 5}, 1, StaleAllocation),
         ({"ok": False, "error": {"message": "no such chunk"}}, 1, StaleAllocation),
+        ({"ok": False, "error": {"code": "usage", "message": "uid 5 may not use this pool"}}, 1, Unreachable),
         ({"ok": False, "error": 7}, 1, StaleAllocation),
         (b"not json\n", 1, ProviderGone),
         (b"[1]\n", 1, ProviderGone),

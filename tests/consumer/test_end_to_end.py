@@ -22,7 +22,7 @@ from egmctl.mooncake.errors import MasterTimeout, MasterUnreachable
 from egmctl.paths import Paths
 from egmctl.provider.commands import teardown_pool
 from egmctl.provider.launch import start_agent
-from tests.consumer.support import Memory, mapped_files, open_files, payload, until
+from tests.consumer.support import Memory, fill, mapped_files, open_files, payload, until
 from tests.provider.pools import agents, private_paths, small_plan
 from tests.support.master import Master
 from tests.support.stock import StockClient
@@ -117,10 +117,8 @@ def test_a_full_pool_is_a_clear_error(paths: Paths) -> None:
         EgmStore.connect(master.address, timing=Timing(no_space=0.2)) as store,
     ):
         with pytest.raises(NoSpace, match="NO_AVAILABLE_HANDLE"):
-            for index in range(20):
-                store.put(f"k{index}", bytes(4 * MIB))
-                store.exists(f"k{index}")  # leased, so that it is not evicted for the next one
-        assert index >= 6
+            fill(store)
+        assert store.exists("k5")
 
 
 def test_a_master_restarted_under_readers_and_writers_costs_objects_and_never_bytes(
