@@ -75,12 +75,24 @@ class Caller:
         subject: str | bytes = "",
     ) -> Reply[T]:
         def read(body: bytes) -> T:
-            got = read_answer(call, answer, body)
+            got = self._read(call, answer, body)
             if isinstance(got, Failure):
                 raise MasterRefused(call, got.code, where=self.address, subject=_printable(subject))
             return convert(got)
 
         return self.rpc.submit(call, build(literal, value) if literal else b"", timeout, read)
+
+    def _read(self, call: str, wanted: bytes, body: bytes) -> Any:
+        try:
+            return read_answer(call, wanted, body)
+        except CodecError as error:
+            said = error.message if error.message.startswith(call) else f"{call}: {error.message}"
+            raise CodecError(
+                said,
+                where=self.address,
+                hint=error.hint or "check that this is a Mooncake Master; the request may have taken effect",
+                facts={"call": call, "literal": error.where},
+            ) from error
 
     def _batch(
         self,
@@ -96,7 +108,7 @@ class Caller:
         wanted = b"\x84" + answer
 
         def read(body: bytes) -> list[T | Failure]:
-            got = read_answer(call, wanted, body)
+            got = self._read(call, wanted, body)
             if len(got) != count:
                 raise CodecError(f"{call}: {len(got)} answers to {count} keys", where=self.address)
             if convert is same:

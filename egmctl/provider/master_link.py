@@ -23,9 +23,21 @@ _ON_ITS_WAY_OUT = -1010
 """UNAVAILABLE_IN_CURRENT_STATUS, of a segment that a drain job has emptied: nothing is allocated in it any more."""
 
 
+_SAYS_LITTLE = frozenset({-1, -102, -900, -901})
+"""Refusals that do not say that nothing was done: INTERNAL_ERROR, SEGMENT_ALREADY_EXISTS (of an id that is used once:
+then an earlier copy of the request has arrived), RPC_FAIL, RPC_TIMEOUT."""
+
+_NOT_CALLED = frozenset({4, 11})
+"""coro_rpc's err_codes for arguments it could not read and for a call it does not know."""
+
+
 def certainly_not_done(error: BaseException) -> bool:
     """Whether a failed request has had, and will have, no effect: it was refused, or never handed over."""
-    return isinstance(error, (MasterRefused, MasterRpcError, MasterUnreachable))
+    if isinstance(error, MasterRefused):
+        return error.number not in _SAYS_LITTLE
+    if isinstance(error, MasterRpcError):
+        return error.number in _NOT_CALLED
+    return isinstance(error, MasterUnreachable)
 
 
 class MasterLink:

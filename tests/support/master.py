@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["ALL_VERSIONS", "Master", "MasterMissing", "find_binary"]
+__all__ = ["ALL_VERSIONS", "Master", "MasterMissing", "find_binary", "free_port"]
 
 ALL_VERSIONS = ("0.3.13", "0.3.14")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -58,6 +58,11 @@ def _free_ports(count: int) -> list[int]:
             probe.bind(("127.0.0.1", port))
             found.append(port)
     return found
+
+
+def free_port() -> int:
+    """A port that is free now and that the kernel gives to nobody who does not ask for it."""
+    return _free_ports(1)[0]
 
 
 def _listening(pid: int) -> set[int]:
