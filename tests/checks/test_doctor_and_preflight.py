@@ -162,10 +162,15 @@ class Here:
         )
 
     def run(
-        self, *arguments: str, config: Config, nvml: RecordedNvml | None = None
+        self, *arguments: str, config: Config, nvml: RecordedNvml | None = None, **more: str
     ) -> subprocess.CompletedProcess[str]:
-        environ = {**os.environ, **config.to_env(), "PYTHONPATH": str(ROOT), "EGMCTL_STATE_DIR": str(self.state)}
-        environ["EGMCTL_STOCK_NVLINK"] = ""
+        environ = {
+            **os.environ,
+            **config.to_env(),
+            "PYTHONPATH": str(ROOT),
+            "EGMCTL_STATE_DIR": str(self.state),
+            **more,
+        }
         if nvml is not None:
             environ |= nvml.to_env()
             environ["EGMCTL_SEAMS"] += ",tests.checks.recorded:install"
@@ -229,11 +234,12 @@ def test_in_the_foreground_it_is_refused_in_the_same_way(here: Here) -> None:
 
 
 def test_what_can_be_had_is_provisioned_and_the_checks_warnings_stay_with_the_pool(here: Here) -> None:
-    done = here.run("provision", here.spec("cuda-fabric"), "--json", config=here.config)
+    done = here.run("provision", here.spec("cuda-fabric"), "--json", config=here.config, MC_USE_NVLINK_IPC="0")
     assert done.returncode == 0, done.stderr
     assert "seeing whether this machine can lend cuda-fabric memory" in done.stderr
     pool = json.loads(done.stdout)["pool"]
     assert (pool["state"], pool["bytes"]) == ("provisioned", 32 << 20)
+    assert any("MC_USE_NVLINK_IPC='0' is set" in warning for warning in pool["warnings"])
     assert len(here.created()) == 3, "one granule, two chunks"
     again = here.run("provision", here.spec("cuda-fabric"), "--json", config=here.config)
     assert again.returncode == 0, again.stderr
