@@ -1,0 +1,197 @@
+"""Parts 1 and 2: large objects, and a batch of middling ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from tests.benchmarks.store.here import Here, at_once, device_address, in_flight
+from tests.benchmarks.store.world import KIB, MIB, World
+
+__all__ = ["batches", "large"]
+
+
+def large(world: World) -> None:
+    """Objects of 64 MiB and more: copies alone, with the Master's calls eight at a time, and one after the other."""
+    with Here(world, 1) as here:
+        rates = here.raw_rates(both=True)
+        for device in here.devices:
+            here.fill(here.hbm[device], here.hbm_bytes, seed=1 + device, device=device)
+        for size, count in here.scale.large:
+            _Large(here, rates, size, count).measure()
+
+
+class _Large:
+    def __init__(self, here: Here, rates: dict[str, float], size: int, count: int) -> None:
+        self.here = here
+        self.rates = rates
+        self.size = size
+        self.count = count
+        self.what = f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+
+    def keys(self, name: str) -> list[str]:
+        return [f"{name}-{self.size}-{number}" for number in range(self.count)]
+
+    def at(self, number: int, device: int = 0) -> int:
+        return self.here.hbm[device] + number * self.size
+
+    def put(self, keys: list[str], device: int = 0, width: int = 8) -> None:
+        store, size = self.here.store, self.size
+        in_flight(lambda n: store.put_from_async(keys[n], self.at(n, device), size), self.count, width)
+
+    def get(self, keys: list[str], device: int = 0, width: int = 8) -> None:
+        store, size = self.here.store, self.size
+        in_flight(lambda n: store.get_into_async(keys[n], self.at(n, device), size), self.count, width)
+
+    def measure(self) -> None:
+        here, total = self.here, self.size * self.count
+        kept = self.keys("kept")
+        self.put(kept)
+        here.clear(here.hbm[0], total)
+        self.get(kept)
+        here.check(here.hbm[0], total, seed=1)
+        with ExitStack() as stack:
+            session = stack.enter_context(here.store.session(kept))
+            places = [device_address(session, key) for key in kept]
+            self.alone(places)
+            times = here.seconds(lambda _: self.read_all(session, kept), 3, 1)
+            here.row(f"get, {self.what}, session, one after the other", total, times, self.rates["get"])
+        self.with_master(kept)
+        self.crowded(kept)
+        here.remove(kept)
+
+    def read_all(self, session: object, keys: list[str]) -> None:
+        for number, key in enumerate(keys):
+            session.read_into(key, 0, self.at(number), self.size)  # type: ignore[attr-defined]
+
+    def alone(self, places: list[int]) -> None:
+        """What lies at known places, by the store's own copier: eight copies under way, as with the Master's calls."""
+        here, size = self.here, self.size
+        copier = here.store._engine.device_copier
+        assert copier is not None
+
+        def copies(way: str, device: int = 0, some: range = range(self.count)) -> None:
+            def start(index: int) -> _Copy:
+                number = some[index]
+                there, here_ = places[number], self.at(number, device)
+                fragment = (here_, there, size) if way == "get" else (there, here_, size)
+                return _Copy(copier.copy([fragment], device=device))
+
+            in_flight(start, len(some))
+
+        for way in ("get", "put"):
+            name = f"{way}, {self.what}, copies alone"
+            times = here.seconds(lambda _, way=way: copies(way))
+            here.row(name, size * self.count, times, self.rates[way], 0.97)
+        first, second = range(self.count // 2), range(self.count // 2, self.count)
+        if len(second) == len(first):
+            times = here.seconds(lambda _: at_once(lambda: copies("get", 0, first), lambda: copies("put", 0, second)))
+            name = f"both ways at once, {self.what}, copies alone"
+            here.row(name, size * self.count, times, self.rates["both"], 0.97)
+        for way in ("get", "put"):
+            base = self.rates.get(f"{way} on two")
+            if base is None:
+                name = f"{way}, {self.what}, two GPUs at once"
+                here.rows.add(name, waived="this machine has one GPU")
+                continue
+            runs = [
+                lambda way=way, d=d, s=s: copies(way, d, s) for d, s in zip(here.devices, (first, second), strict=True)
+            ]
+            times = here.seconds(lambda _, runs=runs: at_once(*runs))
+            name = f"{way}, {self.what}, two GPUs at once, copies alone"
+            here.row(name, size * (len(first) + len(second)), times, base, 0.97)
+
+    def with_master(self, kept: list[str]) -> None:
+        here, total = self.here, self.size * self.count
+        times = here.seconds(lambda _: self.get(kept))
+        here.row(f"get, {self.what}, eight in flight", total, times, self.rates["get"], 0.95)
+        here.check(here.hbm[0], total, seed=1)
+        here.row(f"put, {self.what}, eight in flight", total, self.puts(self.put), self.rates["put"], 0.95)
+        times = here.seconds(lambda _: self.get(kept, width=1), 3, 1)
+        here.row(f"get, {self.what}, one after the other", total, times, self.rates["get"])
+        times = self.puts(lambda keys: self.put(keys, width=1), 3)
+        here.row(f"put, {self.what}, one after the other", total, times, self.rates["put"])
+
+    def puts(self, put: Callable[[list[str]], None], repeats: int | None = None) -> list[float]:
+        """Seconds of puts of new keys, the removals not among them."""
+        here = self.here
+        times = []
+        for _ in range((repeats or here.scale.repeats) + 1):
+            keys = self.keys("put")
+            times += here.seconds(lambda _, keys=keys: put(keys), 1, 0)
+            here.remove(keys)
+        return times[1:]
+
+    def crowded(self, kept: list[str]) -> None:
+        """Both ways at once and two GPUs at once, with the Master's calls."""
+        here, size = self.here, self.size
+        half = self.count // 2
+        store = here.store
+
+        def get(device: int, numbers: range) -> None:
+            in_flight(lambda n: store.get_into_async(kept[numbers[n]], self.at(numbers[n], device), size), len(numbers))
+
+        def put(keys: list[str], device: int, numbers: range) -> None:
+            in_flight(lambda n: store.put_from_async(keys[numbers[n]], self.at(numbers[n], device), size), len(numbers))
+
+        first, second = range(half), range(half, 2 * half)
+        times = self.puts(lambda keys: at_once(lambda: get(0, first), lambda: put(keys, 0, second)))
+        here.row(f"both ways at once, {self.what}, eight in flight each", 2 * half * size, times, self.rates["both"])
+        if "get on two" not in self.rates:
+            return
+        times = here.seconds(lambda _: at_once(lambda: get(0, first), lambda: get(1, second)))
+        here.row(
+            f"get, {self.what}, two GPUs at once, eight in flight each",
+            2 * half * size,
+            times,
+            self.rates["get on two"],
+        )
+        times = self.puts(lambda keys: at_once(lambda: put(keys, 0, first), lambda: put(keys, 1, second)))
+        here.row(
+            f"put, {self.what}, two GPUs at once, eight in flight each",
+            2 * half * size,
+            times,
+            self.rates["put on two"],
+        )
+        for device in here.devices:  # what was got over the patterns
+            here.fill(here.hbm[device], size * self.count, seed=1 + device, device=device)
+
+
+class _Copy:
+    def __init__(self, completion: object) -> None:
+        self.result = completion.wait  # type: ignore[attr-defined]
+
+
+def batches(world: World) -> None:
+    """Many objects of 1 MiB in one call, from the call to its return."""
+    with Here(world, 2) as here:
+        rates = here.raw_rates()
+        count, size = here.scale.batch
+        total = count * size
+        here.fill(here.hbm[0], total, seed=2)
+        addresses = [here.hbm[0] + number * size for number in range(count)]
+        sizes = [size] * count
+        kept = [f"batch-{number}" for number in range(count)]
+        assert here.store.batch_put_from(kept, addresses, sizes) == sizes
+        here.clear(here.hbm[0], total)
+        assert here.store.batch_get_into(kept, addresses, sizes) == sizes
+        here.check(here.hbm[0], total, seed=2)
+        name = f"{count} objects of {size // KIB} KiB in a batch, Master calls included"
+        times = here.seconds(lambda _: here.store.batch_get_into(kept, addresses, sizes), 25, 5)
+        here.row(f"get, {name}", total, times, rates["get"], 0.85, best_ms=round(min(times) * 1e3, 2))
+        times = []
+        for turn in range(25):
+            keys = [f"batch-{turn}-{number}" for number in range(count)]
+            times += here.seconds(lambda _, keys=keys: here.store.batch_put_from(keys, addresses, sizes), 1, 0)
+            here.remove(keys)
+        here.row(f"put, {name}", total, times[5:], rates["put"], 0.85, best_ms=round(min(times) * 1e3, 2))
+        copier = here.store._engine.device_copier
+        assert copier is not None
+        with here.store.session(kept) as session:
+            places = [device_address(session, key) for key in kept]
+        for way in ("get", "put"):
+            pairs = zip(addresses, places, strict=True)
+            fragments = [(a, p, size) if way == "get" else (p, a, size) for a, p in pairs]
+            times = here.seconds(lambda _, f=fragments: copier.copy(f, device=0).wait(), 15, 3)
+            here.row(f"{way}, the same {count} copies alone", total, times, rates[way])
+        here.remove(kept)
