@@ -115,8 +115,8 @@ def _ask(link: socket.socket, request: dict[str, Any], timeout: float) -> tuple[
         error_document = answer.get("error")
         told = error_document if isinstance(error_document, dict) else {}
         # "usage" is what it says to a user whom the pool does not let in; all else may be different the next time.
-        kind = Unreachable if told.get("code") == "usage" else StaleAllocation
-        raise kind(
+        refusal = Unreachable if told.get("code") == "usage" else StaleAllocation
+        raise refusal(
             f"the agent refused {request['op']!r}: {told.get('message', 'no reason given')}",
             where=str(path),
             hint=str(told.get("hint", "")),
