@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -23,9 +24,17 @@ def start_time(pid: int) -> int | None:
     except OSError:
         return None
     fields = text[text.rfind(")") + 2 :].split()
-    if len(fields) < 20 or fields[0] in ("Z", "X"):
+    if len(fields) < 20 or fields[0] == "X" or (fields[0] == "Z" and not _has_threads(pid)):
         return None
     return int(fields[19])
+
+
+def _has_threads(pid: int) -> bool:
+    """Whether threads of a process whose first one has ended still run: until then it keeps its files and locks."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False
 
 
 def is_running(pid: int | None, started: int | None) -> bool:

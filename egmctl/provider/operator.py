@@ -40,7 +40,7 @@ class Job:
         finally:
             self._done.set()
 
-    def done(self, timeout: float | None = None) -> bool:
+    def done(self, timeout: float) -> bool:
         return self._done.wait(timeout)
 
     def wait(self) -> dict[str, Any]:
