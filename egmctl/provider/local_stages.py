@@ -150,9 +150,12 @@ class Memory:
             return
         memory = pool.live.memory
         if memory is None:
-            if owned:
-                with pool.record("nothing was allocated") as ledger:
+            files = pool.resources("memory")
+            if owned or files:
+                with pool.record("no memory is left") as ledger:
                     ledger.set_chunks("released", (row.index for row in owned))
+                    for resource in files:
+                        ledger.put_resource(resource.kind, resource.name, "removed")
             return
         self._withdraw(pool)
         self._release(pool)

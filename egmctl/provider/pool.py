@@ -126,7 +126,9 @@ class Pool:
         except LedgerWriteError as error:
             self._shout(error)
             raise
-        self._rescued = False
+        if self._rescued:  # what was not recorded was not begun, so the ledger is whole again
+            self._rescued = False
+            rescue_path(self.paths.runtime, self.name).unlink(missing_ok=True)
 
     def _shout(self, error: LedgerWriteError) -> None:
         if self._rescued:
@@ -158,7 +160,7 @@ class Pool:
             self.set_state("provisioned")
         except BaseException as error:
             self._undo_all(error)
-            raise
+            raise _undone(error) from error.__cause__
 
     def mount(self, task: Task, master: str | None = None) -> None:
         """To ready at ``master`` (the spec's by default). On failure the pool is provisioned again, or
@@ -184,8 +186,8 @@ class Pool:
         masters.leave_others(self, target)
         if record.state == "cleanup-pending":
             self._back(MOUNT)
-        self.set_state("mounting", goal="ready", master=target)
         try:
+            self.set_state("mounting", goal="ready", master=target)
             self._forwards(MOUNT)
             task.tell("probe", "putting and getting one block")
             with self.meters.stage("probe", "do"):
@@ -193,8 +195,8 @@ class Pool:
             self.set_state("ready")
         except BaseException as error:
             self._back(MOUNT, error)
-            self._undone("provisioned", error, goal="provisioned", master="", exclusive=0)
-            raise
+            self._say_undone("provisioned", error, goal="provisioned", master="", exclusive=0)
+            raise _undone(error) from error.__cause__
 
     def teardown(self, task: Task, grace: float = 0.0, *, abandon: bool = False) -> list[str]:
         """To gone, or with ``abandon`` at the worst to abandoned: then what was left where. Raises
@@ -280,9 +282,9 @@ class Pool:
 
     def _undo_all(self, error: BaseException) -> None:
         self._back(ALL, error)
-        self._undone("gone", error, goal="gone", agent_pid=0)
+        self._say_undone("gone", error, goal="gone", agent_pid=0)
 
-    def _undone(self, state: str, error: BaseException, **columns: Any) -> None:
+    def _say_undone(self, state: str, error: BaseException, **columns: Any) -> None:
         try:
             self.set_state(state, f"failed and undone: {error}", **columns)
         except LedgerWriteError as failure:
@@ -315,3 +317,15 @@ class Pool:
         return BusyError(
             f"{what} is under way, since {when}", where=f"pool {self.name}", hint="wait for it, or see `egmctl status`"
         )
+
+
+def _undone(error: BaseException) -> BaseException:
+    """What has been undone after all is not pending any more, whatever it was that failed."""
+    if not isinstance(error, CleanupPendingError):
+        return error
+    return FailedError(
+        f"{error.message}; what had been done is undone",
+        where=error.where,
+        hint="mend that, then run it again",
+        facts=error.facts,
+    )
