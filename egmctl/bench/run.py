@@ -36,7 +36,10 @@ _WARM_UP = 2
 
 
 class _Route(Protocol):
-    """One way to an object: nanoseconds of each operation (an error counts as none), and how many failed."""
+    """One way to an object: nanoseconds of each operation (an error counts as none), and how many failed; ``trouble``
+    is what the first of those met."""
+
+    trouble: EgmError | None
 
     def put(self, keys: Sequence[str], nbytes: int) -> tuple[list[int], int]: ...
     def get(self, keys: Sequence[str], nbytes: int) -> tuple[list[int], int]: ...
@@ -46,6 +49,7 @@ class _Direct:
     def __init__(self, store: EgmStore, device: int | None) -> None:
         self._store = store
         self._device = device
+        self.trouble: EgmError | None = None
 
     def put(self, keys: Sequence[str], nbytes: int) -> tuple[list[int], int]:
         def one(key: str, address: int) -> None:
@@ -73,7 +77,8 @@ class _Direct:
                 began = time.perf_counter_ns()
                 try:
                     one(key, buffer.address)
-                except EgmError:
+                except EgmError as error:
+                    self.trouble = self.trouble or error
                     errors += 1
                     continue
                 taken.append(time.perf_counter_ns() - began)
@@ -86,14 +91,23 @@ class _Direct:
 class _Stock:
     def __init__(self, client: StockClient) -> None:
         self._client = client
+        self.trouble: EgmError | None = None
 
     def put(self, keys: Sequence[str], nbytes: int) -> tuple[list[int], int]:
         taken, codes = self._client.put(keys, nbytes)
+        self._note("put", next((code for code in codes if code != 0), None))
         return [ns for ns, code in zip(taken, codes, strict=True) if code == 0], sum(code != 0 for code in codes)
 
     def get(self, keys: Sequence[str], nbytes: int) -> tuple[list[int], int]:
         taken, codes, _ = self._client.get(keys, nbytes)
+        self._note("get", next((code for code in codes if code != nbytes), None))
         return [ns for ns, n in zip(taken, codes, strict=True) if n == nbytes], sum(n != nbytes for n in codes)
+
+    def _note(self, operation: str, code: int | None) -> None:
+        if code is not None and self.trouble is None:
+            self.trouble = FailedError(
+                f"the stock client's {operation} answered {code}", hint="see what Mooncake's clients log of it"
+            )
 
 
 def run_bench(
@@ -112,8 +126,8 @@ def run_bench(
 
     ``count`` objects a result (else as many as 128 MiB hold, 8 to 256); the first two of each are warm-up, reported as
     ``first_use_us`` and left out. Objects are removed as soon as they are measured. Raises `UsageError` for unknown
-    operations, routes or an unreadable baseline, `FailedError` for a pool that is not mounted or a block that no chunk
-    can hold.
+    operations, routes or an unreadable baseline, `FailedError` for a pool that is not mounted, a block that no chunk
+    can hold, or when no operation at all succeeded (with what the first one met).
     """
     earlier = _read_baseline(baseline) if baseline is not None else {}
     target = Target.find(pool, paths)
@@ -141,6 +155,13 @@ def run_bench(
                 skipped.append({"path": route, "reason": obstacle})
         chosen = {route: ways[route] for route in routes or ROUTES if route in ways}
         results = list(_measure(target, store, chosen, operations, blocks, count, progress))
+    trouble = next((way.trouble for way in chosen.values() if way.trouble is not None), None)
+    if trouble is not None and not any(result["blocks"] for result in results):
+        raise FailedError(
+            f"no operation succeeded: {trouble.message}",
+            where=", ".join(filter(None, (f"pool {pool}", trouble.where))),
+            hint=trouble.hint or f"see `egmctl verify {pool}`",
+        )
     for result in results:
         before = earlier.get((result["operation"], result["path"], result["block_bytes"]))
         if before:
