@@ -9,13 +9,14 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 
 __all__ = ["main"]
 
 
 def main() -> None:
     from egmctl import seams
-    from egmctl.memory.driver import AllocationProp, HandleType, Location, get_driver
+    from egmctl.memory.driver import AllocationProp, CudaError, HandleType, Location, get_driver
 
     seams.load()
     total, size = int(sys.argv[1]), int(sys.argv[2])
@@ -24,12 +25,22 @@ def main() -> None:
     prop = AllocationProp(Location("host_numa", 0), HandleType.POSIX_FD)
     driver.granularity(prop)
     made: list[tuple[int, int, int]] = []
+    creating = granting = 0.0
+    flagged = AllocationProp(Location("host_numa", 0), HandleType.POSIX_FD, gpu_direct_rdma=True)
+    first = time.perf_counter()
+    with suppress(CudaError):
+        driver.mem_release(driver.mem_create(size, flagged))
+    refusing = time.perf_counter() - first
     began = time.perf_counter()
     base = driver.address_reserve(total, 16 << 20)
     for address in range(base, base + total, size):
+        first = time.perf_counter()
         handle = driver.mem_create(size, prop)
+        second = time.perf_counter()
         driver.mem_map(address, size, 0, handle)
+        third = time.perf_counter()
         driver.set_access(address, size, access)
+        creating, granting = creating + second - first, granting + time.perf_counter() - third
         made.append((handle, address, driver.export_fd(handle)))
     middle = time.perf_counter()
     for handle, address, fd in made:
@@ -37,7 +48,10 @@ def main() -> None:
         driver.mem_unmap(address, size)
         driver.mem_release(handle)
     driver.address_free(base, total)
-    print(json.dumps({"setup_s": middle - began, "release_s": time.perf_counter() - middle}), flush=True)
+    ended = time.perf_counter()
+    told = {"setup_s": middle - began, "create_s": creating, "access_s": granting, "release_s": ended - middle}
+    told["with_rdma_flag_s"] = refusing
+    print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
