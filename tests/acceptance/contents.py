@@ -61,6 +61,12 @@ class Worker:
             text=True,
         )
 
+    def begun(self) -> None:
+        """Returns once it is connected."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line == "begun\n", self._process.communicate()[1]
+
     def result(self, timeout: float = 60.0) -> dict[str, Any]:
         stdout, stderr = self._process.communicate(timeout=timeout)
         assert self._process.returncode == 0, stderr
@@ -80,6 +86,8 @@ def workers(roles: Sequence[str], master: str, keys: int, stop: Path) -> Iterato
     try:
         for seed, role in enumerate(roles):
             found.append(Worker(role, master, seed, keys, stop))
+        for worker in found:
+            worker.begun()
         yield found
     finally:
         for worker in found:
@@ -95,6 +103,7 @@ def _work(role: str, address: str, seed: int, keys: int, stop: Path) -> dict[str
     wrong: list[str] = []
     errors: dict[str, int] = {}
     with EgmStore.connect(address, timing=Timing(retry=0.5, no_space=0.3, put_deadline=0.8)) as store:
+        print("begun", flush=True)
         while not stop.exists():
             key = f"k{source.randrange(keys)}"
             try:

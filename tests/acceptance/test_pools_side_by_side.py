@@ -1,4 +1,4 @@
-"""Several pools at once: two of one host, and another host's, at one Master: what befalls one is nothing to the rest."""
+"""Pools side by side, of one host and of two, at one Master: what befalls one is nothing to the rest."""
 
 from __future__ import annotations
 
