@@ -7,8 +7,6 @@ a single segment is not at the Master   degraded; after one lease time, that chu
 a mount was never answered              degraded; adopted once the Master shows it
 a copy or move task is assigned         reported failed at once (`egmctl.provider.tasks`)
 the Transfer Engine child died          degraded; replaced on its data port, else everything under a new endpoint
-
-Tasks that a Master assigns to a segment's owner (FetchTasks) are not fetched yet; they belong here, in `Tender.tick`.
 """
 
 from __future__ import annotations
