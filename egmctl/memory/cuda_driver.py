@@ -7,6 +7,7 @@ threads run during a call. Plain integers stand for pointers and handles, which 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 import uuid
@@ -32,6 +33,15 @@ def _missing(call: str, reason: str) -> CudaError:
         where=reason,
         hint="install the NVIDIA driver, and egmctl with the extra: pip install 'egmctl[cuda]'",
     )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The driver's library itself, which the bindings have loaded, for what they do not know or answer wrongly."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 class CudaDriver:
@@ -108,9 +118,8 @@ class CudaDriver:
     def _attribute_by_number(self, handle: int, attribute: int) -> int | None:
         """For attributes that are newer than the bindings: the library is loaded already, ask it directly."""
         value = ctypes.c_int()
-        try:
-            library = ctypes.CDLL("libcuda.so.1")
-        except OSError:
+        library = _library()
+        if library is None:
             return None
         result = library.cuDeviceGetAttribute(ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_int(handle))
         return value.value if result == 0 else None
@@ -240,10 +249,22 @@ class CudaDriver:
             raise
         device = None
         if kind == int(self._cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE):
-            device = int(self._call("cuPointerGetAttribute", kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
+            device = self._ordinal(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
         start = self._range(kinds.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address)
         size = self._range(kinds.CU_POINTER_ATTRIBUTE_RANGE_SIZE, address)
         return PointerInfo(MemoryType.HOST if device is None else MemoryType.DEVICE, device, start, size)
+
+    def _ordinal(self, attribute: Any, address: int) -> int:
+        """The library's own answer: cuda-bindings 13.3.1 said 0 for memory of every GPU of two H200."""
+        library = _library()
+        if library is None:
+            return int(self._call("cuPointerGetAttribute", attribute, address))
+        value = ctypes.c_int()
+        result = library.cuPointerGetAttribute(
+            ctypes.byref(value), ctypes.c_int(int(attribute)), ctypes.c_uint64(address)
+        )
+        self._check("cuPointerGetAttribute", self._cuda.CUresult(result))
+        return value.value
 
     def _range(self, attribute: Any, address: int) -> int | None:
         try:

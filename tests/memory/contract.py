@@ -636,6 +636,18 @@ def device_memory_says_its_device_and_range(b: Bench) -> str:
     return _described(b, address + 1, address, UNIT)
 
 
+@case("on the last GPU")
+def memory_of_the_last_gpu_is_said_to_be_there(b: Bench) -> str:
+    last = b.driver.device_count() - 1
+    b.driver.use_device(last)
+    address = b.driver.mem_alloc(UNIT)
+    try:
+        found = b.driver.pointer_info(address).device
+        return "on the last GPU" if found == last else f"on GPU {found} of {last + 1}"
+    finally:
+        b.driver.mem_free(address)
+
+
 @case("host, device None, its range")
 def registered_pages_are_host_memory(b: Bench) -> str:
     b.driver.use_device(0)
