@@ -11,7 +11,7 @@ from egmctl.errors import BusyError, CleanupPendingError, EgmError, UsageError
 from egmctl.ledger import LedgerUnreadable, PoolRecord, await_end, boot_id, holder_of, is_running, read_only
 from egmctl.paths import Paths
 from egmctl.planning import Plan, check_plan_fits
-from egmctl.provider.control_client import AgentGone, ControlClient
+from egmctl.provider.control_client import SILENCE, AgentGone, ControlClient
 from egmctl.provider.pool import ENDED
 from egmctl.provider.progress import Progress, ProgressEvent, silent
 from egmctl.provider.report import compare_with_master, ledger_report
@@ -137,7 +137,7 @@ def mount_pool(name: str, paths: Paths, master: str | None = None, progress: Pro
             f"its agent (pid {record.agent_pid}) is gone", where=f"pool {name}", hint=f"run `egmctl teardown {name}`"
         )
     with ControlClient(paths.socket(name)) as client:
-        return client.ask("mount", progress=progress, timeout=None, **({"master": master} if master else {}))
+        return client.ask("mount", progress=progress, timeout=SILENCE, **({"master": master} if master else {}))
 
 
 def teardown_pool(
@@ -161,7 +161,7 @@ def teardown_pool(
         try:
             with ControlClient(paths.socket(name)) as client:
                 result = client.ask(
-                    "teardown", progress=progress, timeout=None, grace=0.0 if now else grace, abandon=abandon
+                    "teardown", progress=progress, timeout=SILENCE, grace=0.0 if now else grace, abandon=abandon
                 )
             await_end(record.agent_pid, record.agent_started)
             return {**result, "already": False}

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,9 @@ __all__ = ["ControlServer", "group_id"]
 MAX_CLIENTS = 256
 IDLE_SECONDS = 60.0
 SEND_SECONDS = 5.0
+ALIVE_SECONDS = 2.0
+"""How often a client whose command is at work hears that it is: silence means that the agent stands still."""
+
 FDS_A_MESSAGE = 64
 _OWNERS_ONLY = frozenset({"mount", "teardown"})
 
@@ -340,7 +344,12 @@ class ControlServer:
                 self._send(sock, event.document())
 
         job = self._operator.submit(Job(Task(name, who, progress, left.is_set), run))
+        told = time.monotonic()
         while not job.done(0.05):
+            if time.monotonic() >= told + ALIVE_SECONDS:
+                told = time.monotonic()
+                with suppress(OSError), gate:
+                    self._send(sock, {"event": "alive"})
             if not left.is_set() and messages.hung_up(sock):
                 left.set()
         with gate:

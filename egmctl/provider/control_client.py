@@ -7,18 +7,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-from egmctl.errors import FailedError
+from egmctl.errors import BusyError, FailedError
 from egmctl.provider import messages
 from egmctl.provider.progress import Progress, ProgressEvent, silent
 from egmctl.steps import step
 
-__all__ = ["AgentGone", "ControlClient"]
+__all__ = ["SILENCE", "AgentGone", "AgentSilent", "ControlClient"]
+
+SILENCE = 20.0
+"""Seconds without a sign of life after which an agent at work counts as standing still; it gives one every other
+second."""
 
 
 class AgentGone(FailedError):
     """Nobody answers on the control socket, or the answer never came: the agent is dead or dying."""
 
     code = "agent-gone"
+
+
+class AgentSilent(BusyError):
+    """The agent has taken the request and says nothing any more: it stands still, and owns the pool all the same."""
+
+    code = "agent-silent"
 
 
 class ControlClient:
@@ -62,9 +72,9 @@ class ControlClient:
         self._sock.close()
 
     def ask(
-        self, operation: str, *, progress: Progress = silent, timeout: float | None = 30.0, **arguments: Any
+        self, operation: str, *, progress: Progress = silent, timeout: float = 30.0, **arguments: Any
     ) -> dict[str, Any]:
-        """The result. Raises what the agent met, or `AgentGone`. ``timeout`` bounds each silence (None: none).
+        """The result. Raises what the agent met, `AgentGone`, or `AgentSilent` after ``timeout`` seconds of silence.
 
         The first Ctrl-C asks the agent to stop and undo and goes on listening; the second leaves at once.
         """
@@ -77,6 +87,8 @@ class ControlClient:
                     answer = self._reader.read(timeout)
                     if answer is not None and answer.get("event") == "progress":
                         progress(ProgressEvent.from_document(answer))
+                        continue
+                    if answer is not None and answer.get("event") == "alive":
                         continue
                 except KeyboardInterrupt:
                     if asked_to_stop:
@@ -92,10 +104,11 @@ class ControlClient:
                 if "ok" in answer:
                     raise messages.error_from_document(answer.get("error"))
         except TimeoutError as error:
-            raise FailedError(
-                f"the agent did not answer {operation} within {timeout:g} s",
+            raise AgentSilent(
+                f"the agent has said nothing for {timeout:g} s ({operation})",
                 where=str(self.path),
-                hint="see its log; the request may still be carried out",
+                hint="it stands still, or is stopped: see its log; the request may still be carried out. After "
+                "`kill -KILL` of the agent, teardown works from the ledger",
             ) from error
         except (OSError, ValueError) as error:
             raise AgentGone(f"no usable answer to {operation}: {error}", where=str(self.path)) from error

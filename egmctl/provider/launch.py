@@ -24,6 +24,7 @@ from egmctl.steps import step
 __all__ = ["start_agent"]
 
 LOG_TAIL = 2000
+START_SECONDS = 60.0
 
 
 def start_agent(plan: Plan, paths: Paths, *, mount: bool = False, progress: Progress = silent) -> dict[str, Any]:
@@ -82,10 +83,24 @@ def _spawn(plan: Plan, paths: Paths, progress: socket.socket, mount: bool) -> No
                 )
         except OSError as error:
             raise FailedError(f"cannot start {sys.executable}: {error.strerror}", where=f"pool {plan.pool}") from error
-        first.wait()  # it only forks the agent and ends
+        _await_fork(first, plan.pool)
     finally:
         os.close(plan_fd)
         os.close(log_fd)
+
+
+def _await_fork(first: subprocess.Popen[bytes], pool: str) -> None:
+    """It only forks the agent and ends."""
+    try:
+        first.wait(START_SECONDS)
+    except subprocess.TimeoutExpired:
+        first.kill()
+        first.wait()
+        raise FailedError(
+            f"the agent did not start within {START_SECONDS:g} s",
+            where=f"pool {pool}",
+            hint=f"see whether `{sys.executable} -c 'import egmctl.provider.agent'` comes back",
+        ) from None
 
 
 def _follow(pool: str, paths: Paths, sock: socket.socket, progress: Progress) -> dict[str, Any]:
