@@ -52,7 +52,9 @@ def main() -> int:
             continue
         outcomes.append(result)
         if result.problems:
-            print(f"WRONG {job.place.scenario}: {job.place.label} {job.place.site} #{job.place.nth} {job.place.what} {job.mode}: {result.problems}", flush=True)
+            place = job.place
+            where = f"{place.scenario}: {place.label} {place.site} #{place.nth} {place.what} {job.mode}"
+            print(f"WRONG {where}: {result.problems}", flush=True)
             if options.out is None:
                 print(result.note, flush=True)
         if len(outcomes) % 50 == 0:

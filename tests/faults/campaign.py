@@ -28,7 +28,12 @@ MODES = ("fail", "lost", "hang", "kill-before", "kill-after")
 TRIES = 40
 CLEAN_SECONDS = 60.0
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
-RACING = ("mooncake.master.ping", "mooncake.rpc.connect", "mooncake.master.query_segment_status_by_id", "mooncake.admin.segments_detail")
+RACING = (
+    "mooncake.master.ping",
+    "mooncake.rpc.connect",
+    "mooncake.master.query_segment_status_by_id",
+    "mooncake.admin.segments_detail",
+)
 """Steps whose number differs from run to run: pings, and looks that are taken while something is waited for."""
 
 
@@ -73,7 +78,7 @@ def preload() -> None:
     import egmctl.provider.commands
     import egmctl.provider.launch
     import egmctl.provider.recover
-    import egmctl.topology
+    import egmctl.topology  # noqa: F401
 
 
 @contextmanager
@@ -246,16 +251,20 @@ def contract(run: Run, done: Finished) -> list[str]:
 
 def story(run: Run) -> str:
     """What a person needs to see of a run that went wrong."""
-    lines = [f"$ egmctl {' '.join(d.argv)}  [{d.label}] exit {d.code} {d.seconds:.1f}s\n{d.stderr.strip()[-700:]}" for d in run.finished[:6]]
+    lines = [
+        f"$ egmctl {' '.join(d.argv)}  [{d.label}] exit {d.code} {d.seconds:.1f}s\n{d.stderr.strip()[-700:]}"
+        for d in run.finished[:6]
+    ]
     log = run.paths.log(POOL)
     if log.exists():
         lines.append("log: " + log.read_text(errors="replace")[-3000:])
     hit = run.hit()
-    near = [
-        f"{(line['t'] - hit['t']) / 1e9:+.3f} {line['label']} {line['phase']} {line['site']} {line['detail'].get('what', '')} {line.get('error', '')}"
-        for line in run.events()
-        if hit and -300_000_000 < line["t"] - hit["t"] < 2_000_000_000 and "ping" not in line["site"]
-    ]
+    near = []
+    for line in run.events():
+        seconds = (line["t"] - hit["t"]) / 1e9 if hit else 9.0
+        if -0.3 < seconds < 2 and "ping" not in line["site"]:
+            more = f"{line['detail'].get('what', '')} {line.get('error', '')}"
+            near.append(f"{seconds:+.3f} {line['label']} {line['phase']} {line['site']} {more}")
     return "\n".join(lines + near[-70:])
 
 

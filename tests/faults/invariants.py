@@ -10,7 +10,13 @@ __all__ = ["premature_releases", "repetitions", "undurable", "violations"]
 Event = dict[str, Any]
 
 _RELEASES = ("memory.shm.unmap", "memory.shm.close", "memory.cuda.close", "memory.cuda.unmap", "memory.cuda.release")
-_ONCE = ("memory.shm.unmap", "memory.cuda.unmap", "memory.cuda.release", "memory.shm.unreserve", "memory.cuda.unreserve")
+_ONCE = (
+    "memory.shm.unmap",
+    "memory.cuda.unmap",
+    "memory.cuda.release",
+    "memory.shm.unreserve",
+    "memory.cuda.unreserve",
+)
 # What a Master's answer, or the fact that nothing was handed over, makes certain: it has no such segment from us.
 _NEVER_MOUNTED = ("MasterRefused", "MasterRpcError", "MasterUnreachable")
 
@@ -68,7 +74,9 @@ def fence_was_kept(events: list[Event], expiry: float) -> list[str]:
 
 def undurable(events: list[Event]) -> list[str]:
     """Acts that the ledger did not name, durably, at the moment they were begun."""
-    return [f"{event['site']} before the ledger said so: {event['undurable']}" for event in events if "undurable" in event]
+    return [
+        f"{event['site']} before the ledger said so: {event['undurable']}" for event in events if "undurable" in event
+    ]
 
 
 def repetitions(events: list[Event]) -> list[str]:

@@ -102,5 +102,7 @@ def _ledger(run: Run) -> list[str]:
     left = [] if record.state == "gone" else [f"the ledger says {record.state}: {record.reason}"]
     left += [f"the ledger has segment {row.name} {row.state}" for row in record.live_segments]
     left += [f"the ledger has chunk {row.index} {row.state}" for row in record.live_chunks]
-    left += [f"the ledger has {r.kind} {r.name} {r.state}" for r in record.resources if r.state in ("intended", "present")]
+    left += [
+        f"the ledger has {r.kind} {r.name} {r.state}" for r in record.resources if r.state in ("intended", "present")
+    ]
     return left

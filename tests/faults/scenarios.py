@@ -227,9 +227,7 @@ def stray(run: Run) -> None:
     with suppress(ProcessLookupError):
         os.kill(agent_pid(run), signal.SIGKILL)
     run.until(lambda r: False, 5)
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(100)"], env={**os.environ, TAG: run.tag}
-    )
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], env={**os.environ, TAG: run.tag})
     run.children.append(process)
     _rewrite_engine(run, process.pid)
     run.mark("begin")
@@ -351,6 +349,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("http", http, _only(*_PUBLICATION)),
     Scenario("moved", moved, quick=False),
     Scenario("cuda-fabric", fabric, model=True),
-    Scenario("cuda-fabric over http", fabric_http, _only("memory.cuda.unmap", "memory.cuda.release", *_PUBLICATION), model=True),
+    Scenario(
+        "cuda-fabric over http",
+        fabric_http,
+        _only("memory.cuda.unmap", "memory.cuda.release", *_PUBLICATION),
+        model=True,
+    ),
     Scenario("cuda-posix", posix, _only("memory.cuda.", "te."), model=True),
 )

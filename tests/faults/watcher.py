@@ -19,6 +19,7 @@ import os
 import signal
 import sqlite3
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -72,7 +73,6 @@ class Watcher:
         self._local = threading.local()
         self._fired = False
         self._child = 0
-        self._executable = sys.executable
 
     def write(self, phase: str, site: str, detail: dict[str, Any], **more: Any) -> None:
         line = {"t": time.monotonic_ns(), "pid": os.getpid(), "label": self.label, "phase": phase, "site": site}
@@ -105,7 +105,7 @@ class Watcher:
     def after(self, site: str, detail: dict[str, Any], error: BaseException | None) -> None:
         stack: list[tuple[str, int]] = self._local.__dict__.setdefault("stack", [])
         nth = stack.pop()[1] if stack and stack[-1][0] == site else 0
-        sys.executable = self._executable
+        subprocess.Popen = _POPEN  # type: ignore[misc]
         mode = self._mode(site, nth, ("lost", "kill-after"))
         outcome = "" if error is None else type(error).__name__
         self.write("after", site, detail, nth=nth, error=outcome)
@@ -126,7 +126,7 @@ class Watcher:
     def _hang(self, site: str) -> None:
         """Whoever is about to be waited for stands still; the harness lets it go on later."""
         if site in SLEEPER_SITES:
-            sys.executable = _sleeper()  # until this step ends
+            subprocess.Popen = _Sleeper  # type: ignore[misc]  # until this step ends
             return
         if site in CHILD_SITES:
             pids = [self._child]
@@ -156,7 +156,11 @@ class Watcher:
         """What the ledger should have said durably before this act, "" when it does."""
         if self.label.startswith(("te@", "probe@")) or not self.ledger:
             return ""
-        if site in ("mooncake.master.mount_segment", "mooncake.master.unmount_segment", "mooncake.master.graceful_unmount_segment"):
+        if site in (
+            "mooncake.master.mount_segment",
+            "mooncake.master.unmount_segment",
+            "mooncake.master.graceful_unmount_segment",
+        ):
             wanted = {"mount_segment": ("mounting",), "unmount_segment": ("unmounting",)}.get(
                 site.rpartition(".")[2], ("draining",)
             )
@@ -181,6 +185,16 @@ class Watcher:
             return ""
         found = self._ask("SELECT state FROM resource WHERE kind = ? AND state IN ('intended', 'present')", kind)
         return "" if found else f"resource {kind}"
+
+
+_POPEN = subprocess.Popen
+
+
+class _Sleeper(_POPEN):  # type: ignore[type-arg]
+    """Whatever is to be started, something starts that never says anything and never ends."""
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        super().__init__([_sleeper(), *command[1:]], **options)
 
 
 def _sleeper() -> str:
@@ -215,9 +229,10 @@ def _hurry() -> None:
 
     from egmctl.memory import probe
     from egmctl.mooncake import admin, metadata, transfer_engine, wheel
-    from egmctl.provider import pool
+    from egmctl.provider import launch, pool
 
     pool.Timing = functools.partial(pool.Timing, rpc_timeout=1.0, restart_patience=3.0)  # type: ignore[misc]
+    launch.START_SECONDS = 5.0
     for function, seconds in (
         (transfer_engine.TransferEngineChild.start, 6.0),
         (wheel.require_transfer_engine, 4.0),
