@@ -121,12 +121,13 @@ def _check_schema(db: sqlite3.Connection, path: Path) -> bool:
 
 def _record(db: sqlite3.Connection) -> PoolRecord:
     pool = db.execute(f"SELECT {', '.join(_RECORD_COLUMNS)} FROM pool").fetchone()  # noqa: S608 - known columns
-    chunks = db.execute("SELECT idx, numa_node, nbytes, address, state FROM chunk ORDER BY idx")
+    # Read to the end at once: a cursor left open by an error in what follows would keep others from writing.
+    chunks = db.execute("SELECT idx, numa_node, nbytes, address, state FROM chunk ORDER BY idx").fetchall()
     segments = db.execute(
         "SELECT id, chunk, master, client, name, endpoint, base, size, protocol, state, since FROM segment "
         "ORDER BY rowid"
-    )
-    resources = db.execute("SELECT kind, name, state, detail FROM resource ORDER BY rowid")
+    ).fetchall()
+    resources = db.execute("SELECT kind, name, state, detail FROM resource ORDER BY rowid").fetchall()
     columns = dict(zip(_RECORD_COLUMNS, pool, strict=True))
     columns |= {
         "plan": json.loads(columns["plan"]),

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,7 @@ from egmctl.planning import Plan
 from egmctl.provider.control import ControlServer, group_id
 from egmctl.provider.folders import network_file_system, prepare
 from egmctl.provider.health import HealthServer, trouble
+from egmctl.provider.log import lasting_streams
 from egmctl.provider.messages import hung_up, line
 from egmctl.provider.notify import Notifier
 from egmctl.provider.operator import Job, Operator
@@ -194,6 +196,7 @@ def run_agent(
     error: EgmError | None = None
     try:
         with (
+            lasting_streams(),
             Agent(plan, paths, who=f"pid {os.getpid()}") as agent,
             notifier.watch(agent.status_line, agent.operator.busy, lambda: trouble(agent.pool, agent.operator)),
         ):
@@ -203,7 +206,8 @@ def run_agent(
                 if mount:
                     _carry_out(agent, "mount", agent.pool.mount, signals, progress, stopping)
                 if started is not None:
-                    started(live_report(agent.pool, None))
+                    with suppress(OSError):  # whoever wanted to know has gone; the pool is there all the same
+                        started(live_report(agent.pool, None))
                 notifier.ready()
             except EgmError as met:
                 error = met
@@ -309,14 +313,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if os.fork():
         os._exit(0)  # whoever started us waits for this one only, and is never our parent
-    from pathlib import Path
-
     from egmctl import seams
 
     os.umask(0o077)
     seams.load()
     launcher = _Launcher(socket.socket(fileno=options.progress_fd))
     os.set_inheritable(options.progress_fd, False)
+    with lasting_streams():
+        return _be_agent(options, launcher)
+
+
+def _be_agent(options: argparse.Namespace, launcher: _Launcher) -> int:
     try:
         with os.fdopen(options.plan_fd, "rb") as file:
             import json

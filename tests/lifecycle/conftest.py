@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from egmctl.paths import Paths
-from tests.provider.pools import private_paths
+from tests.provider.pools import end_agents, private_paths
 from tests.support.master import ALL_VERSIONS, Master, MasterMissing
 
 
@@ -40,3 +42,14 @@ def _quick(version: str) -> Iterator[Master]:
         pytest.skip(str(missing))
     with master:
         yield master
+
+
+@pytest.fixture
+def state() -> Iterator[Path]:
+    """A state dir for commands in processes of their own, whose sockets lie where the command line puts them."""
+    folder = Path(tempfile.mkdtemp(prefix="egm", dir="/tmp"))
+    yield folder
+    cli = Paths.resolve(folder)
+    end_agents(cli)
+    shutil.rmtree(cli.runtime, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
