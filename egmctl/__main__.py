@@ -1,8 +1,18 @@
-"""``python -m egmctl``."""
+"""``python -m egmctl``, and where the ``egmctl`` command begins: nothing is imported before an interrupt is expected."""
 
 import sys
 
-from egmctl.cli.main import main
+__all__ = ["run"]
+
+
+def run() -> int:
+    """The command line of this process; its exit code."""
+    try:
+        from egmctl.cli.main import main
+    except KeyboardInterrupt:
+        return 130
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -80,8 +80,12 @@ class ControlClient:
         """
         asked_to_stop = False
         try:
-            with step("provider.control.ask", op=operation):
-                self._sock.sendall(messages.line({"op": operation, **arguments}))
+            try:
+                with step("provider.control.ask", op=operation):
+                    self._sock.sendall(messages.line({"op": operation, **arguments}))
+            except KeyboardInterrupt:  # it is on its way by now, or the agent ends the connection without it
+                asked_to_stop = True
+                self._sock.shutdown(socket.SHUT_WR)
             while True:
                 try:
                     answer = self._reader.read(timeout)

@@ -38,13 +38,14 @@ def start_agent(plan: Plan, paths: Paths, *, mount: bool = False, progress: Prog
     ours, theirs = socket.socketpair()
     try:
         with theirs:
-            _spawn(plan, paths, theirs, mount)
-        return _follow(plan.pool, paths, ours, progress)
+            interrupted = _spawn(plan, paths, theirs, mount)
+        return _follow(plan.pool, paths, ours, progress, interrupted)
     finally:
         ours.close()
 
 
-def _spawn(plan: Plan, paths: Paths, progress: socket.socket, mount: bool) -> None:
+def _spawn(plan: Plan, paths: Paths, progress: socket.socket, mount: bool) -> bool:
+    """Start it; whether Ctrl-C came meanwhile, which the agent is to be told."""
     log = paths.log(plan.pool)
     try:
         with step("provider.launch.log", path=str(log)):
@@ -83,16 +84,21 @@ def _spawn(plan: Plan, paths: Paths, progress: socket.socket, mount: bool) -> No
                 )
         except OSError as error:
             raise FailedError(f"cannot start {sys.executable}: {error.strerror}", where=f"pool {plan.pool}") from error
-        _await_fork(first, plan.pool)
+        return _await_fork(first, plan.pool)
     finally:
         os.close(plan_fd)
         os.close(log_fd)
 
 
-def _await_fork(first: subprocess.Popen[bytes], pool: str) -> None:
-    """It only forks the agent and ends."""
+def _await_fork(first: subprocess.Popen[bytes], pool: str) -> bool:
+    """It only forks the agent and ends; whether Ctrl-C came meanwhile."""
     try:
-        first.wait(START_SECONDS)
+        try:
+            first.wait(START_SECONDS)
+            return False
+        except KeyboardInterrupt:
+            first.wait(START_SECONDS)
+            return True
     except subprocess.TimeoutExpired:
         first.kill()
         first.wait()
@@ -103,9 +109,10 @@ def _await_fork(first: subprocess.Popen[bytes], pool: str) -> None:
         ) from None
 
 
-def _follow(pool: str, paths: Paths, sock: socket.socket, progress: Progress) -> dict[str, Any]:
+def _follow(pool: str, paths: Paths, sock: socket.socket, progress: Progress, asked_to_stop: bool) -> dict[str, Any]:
     reader = messages.LineReader(sock)
-    asked_to_stop = False
+    if asked_to_stop:
+        sock.shutdown(socket.SHUT_WR)
     pid = started = 0
     while True:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from egmctl.errors import UsageError
+from egmctl.errors import CleanupPendingError, UsageError
 from egmctl.ledger import Ledger, OwnerLock, read_only
 from egmctl.paths import Paths
 from egmctl.planning import Plan
@@ -22,7 +22,8 @@ def teardown_from_ledger(
     """Remove what the ledger lists: segments, metadata keys, an orphaned child, the socket file. The memory is gone
     with the agent, except what importers hold, which is reported.
 
-    Raises `BusyError` while the pool has an owner, `CleanupPendingError` when something could not be removed yet.
+    Raises `BusyError` while the pool has an owner, `CleanupPendingError` when something could not be removed yet, or
+    when Ctrl-C stopped it: the ledger is right at every instant, so that it can be stopped at any.
     """
     lock = OwnerLock.acquire(paths.lock(name), name, "cleaning up after its agent", patience=patience)
     try:
@@ -38,5 +39,11 @@ def teardown_from_ledger(
             return {"name": name, "state": pool.state, "left": left, "warnings": list(pool.warnings)}
         finally:
             pool.close()
+    except KeyboardInterrupt:
+        raise CleanupPendingError(
+            "the teardown was stopped; what is undone stays undone",
+            where=f"pool {name}",
+            hint=f"run `egmctl teardown {name}` again, which goes on from there",
+        ) from None
     finally:
         lock.release()
