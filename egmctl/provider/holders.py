@@ -9,7 +9,7 @@ from pathlib import Path
 
 from egmctl.memory import Chunk
 
-__all__ = ["file_inodes", "mappers", "node_free", "process_name", "wait_for_release"]
+__all__ = ["file_inodes", "has_let_go", "mappers", "node_free", "process_name", "wait_for_release"]
 
 TOLERANCE = 64 << 20
 """Bytes by which a node's free memory may miss what was released before anybody is told: other processes go on."""
@@ -64,6 +64,25 @@ def mappers(inodes: Mapping[int, int], *, but: Iterable[int] = ()) -> dict[int, 
         except (OSError, ValueError, IndexError):
             continue
     return found
+
+
+def has_let_go(pid: int, inodes: Mapping[int, int]) -> bool:
+    """Whether it is certain that process ``pid`` neither maps nor holds open any of these files."""
+    try:
+        with open(f"/proc/{pid}/maps", errors="replace") as maps:
+            for line in maps:
+                if "/memfd:egm-" in line and int(line.split(None, 5)[4]) in inodes:
+                    return False
+        return not any(os.stat(fd.path).st_ino in inodes for fd in os.scandir(f"/proc/{pid}/fd") if _is_chunk(fd.path))
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def _is_chunk(fd: str) -> bool:
+    try:
+        return os.readlink(fd).startswith("/memfd:egm-")
+    except FileNotFoundError:  # closed meanwhile
+        return False
 
 
 def process_name(pid: int) -> str:

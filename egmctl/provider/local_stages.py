@@ -17,6 +17,8 @@ from egmctl.steps import step
 from egmctl.units import format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from egmctl.provider.pool import Pool
 
 __all__ = ["Control", "Endpoint", "Memory"]
@@ -245,7 +247,7 @@ class Memory:
             for node, lack in sorted(holders.wait_for_release(before, expected).items()):
                 pool.warn(
                     f"node {node}: {format_size(lack)} ({lack} bytes) of the {format_size(released[node])} released "
-                    f"did not come back; {_suspects(pool)}"
+                    f"did not come back; {_suspects(pool, inodes)}"
                 )
 
     @staticmethod
@@ -263,12 +265,12 @@ class Memory:
             ledger.put_resource("memory", "files", "removed")
 
 
-def _suspects(pool: Pool) -> str:
-    """Who may hold memory that did not come back."""
+def _suspects(pool: Pool, inodes: Mapping[int, int]) -> str:
+    """Who may hold memory that did not come back. An importer that is seen to have let go of files is none of them."""
     known = [
         f"process {pid} ({holders.process_name(pid)}), which imported chunk {', '.join(map(str, sorted(chunks)))}"
         for (pid, started), chunks in sorted(pool.parts.importers.items())
-        if is_running(pid, started)
+        if is_running(pid, started) and not (inodes and holders.has_let_go(pid, inodes))
     ]
     if known:
         return f"it may be held by {'; '.join(known)}, until it lets go"
