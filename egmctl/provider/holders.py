@@ -73,7 +73,8 @@ def has_let_go(pid: int, inodes: Mapping[int, int]) -> bool:
             for line in maps:
                 if "/memfd:egm-" in line and int(line.split(None, 5)[4]) in inodes:
                     return False
-        return not any(os.stat(fd.path).st_ino in inodes for fd in os.scandir(f"/proc/{pid}/fd") if _is_chunk(fd.path))
+        with os.scandir(f"/proc/{pid}/fd") as fds:
+            return not any(os.stat(fd.path).st_ino in inodes for fd in fds if _is_chunk(fd.path))
     except (OSError, ValueError, IndexError):
         return False
 
