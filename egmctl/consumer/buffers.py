@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from egmctl.consumer.errors import InvalidBuffer
@@ -30,6 +31,10 @@ class Buffer:
     kind: Literal["pageable", "pinned", "device"]
     device: int | None
 
+    @cached_property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
 
 def _is_mapped(address: int, nbytes: int) -> bool:
     start = address & ~(mmap.PAGESIZE - 1)
@@ -45,6 +50,7 @@ class Buffers:
         self._lock = threading.Lock()
         self._starts: list[int] = []
         self._buffers: list[Buffer] = []
+        self._last: Buffer | None = None
 
     def register(self, address: int, nbytes: int) -> Buffer:
         """Raises `InvalidBuffer` for an empty, unmapped or overlapping range, or a GPU that the store was not given.
@@ -74,14 +80,19 @@ class Buffers:
             if at == len(self._starts) or self._starts[at] != address:
                 raise InvalidBuffer("is not registered", where=f"buffer {address:#x}")
             del self._starts[at], self._buffers[at]
+            self._last = None
 
     def find(self, address: int, nbytes: int) -> Buffer:
         """The buffer that holds all of the range. Raises `InvalidBuffer`."""
+        buffer = self._last  # a batch mostly stays in one
+        if buffer is not None and buffer.address <= address and address + nbytes <= buffer.end and nbytes >= 0:
+            return buffer
         with self._lock:
             at = bisect.bisect_right(self._starts, address) - 1
             if at >= 0:
                 buffer = self._buffers[at]
-                if address + nbytes <= buffer.address + buffer.nbytes and nbytes >= 0:
+                if address + nbytes <= buffer.end and nbytes >= 0:
+                    self._last = buffer
                     return buffer
         raise InvalidBuffer(
             "is not inside a registered buffer",

@@ -16,7 +16,7 @@ from egmctl.consumer.mappings import MappingCache
 from egmctl.consumer.master_link import MasterLink
 from egmctl.consumer.pins import Pins, Target
 
-__all__ = ["Backoff", "Engine", "Gatherer", "Part", "Routes", "Timing", "split_batch"]
+__all__ = ["AHEAD", "Backoff", "Engine", "Gatherer", "Part", "Routes", "Timing", "split_batch"]
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,11 @@ class Engine:
         if not started:
             return Done()
         return started[0] if len(started) == 1 else Group(started)
+
+
+AHEAD = 3
+"""Pieces of a batch that the Master is asked about before the first of them is copied: enough that the answer to the
+next one is there when a piece's copies have been queued."""
 
 
 def settle(completions: Sequence[Completion]) -> None:

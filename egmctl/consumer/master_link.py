@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from egmctl.consumer.errors import (
     InvalidRequest,
@@ -17,14 +17,13 @@ from egmctl.consumer.errors import (
 )
 from egmctl.consumer.pins import Place
 from egmctl.errors import EgmError
+from egmctl.mooncake.calls import to_replicas
 from egmctl.mooncake.master import (
     Failure,
-    Located,
     MasterClient,
     MasterRefused,
     MasterTimeout,
     MasterUnreachable,
-    Replica,
     ReplicateConfig,
     Uuid,
     error_name,
@@ -36,6 +35,8 @@ T = TypeVar("T")
 Answer = Callable[[], list[T | EgmError]]
 """Waits for what was asked: one result or error for each key."""
 
+_make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
+_IN_MEMORY = 0  # the alternative of a replica's kind, on the wire
 _WRITING, _COMPLETE = 2, 3  # replica status, as seen after PutStart and after PutEnd
 
 
@@ -48,7 +49,8 @@ class Location(NamedTuple):
     """Where an object lay at some time between ``asked_at`` and the answer (monotonic seconds).
 
     The lease counts from ``asked_at``: the Master granted it later. ``epoch`` is the connection that answered;
-    ``elsewhere`` says of each replica that is not in memory, or not complete, what it is.
+    ``elsewhere`` says of each replica that is not in memory, or not complete, what it is; ``rows`` is what the Master
+    said of its replicas, as it said it.
     """
 
     key: str
@@ -57,6 +59,7 @@ class Location(NamedTuple):
     asked_at: float
     lease_until: float
     epoch: int
+    rows: Any = None
 
     def still_holds(self, place: Place, first: Location) -> bool:
         """Whether this later answer proves that ``place`` was the object's all the time since ``first``."""
@@ -93,7 +96,7 @@ class MasterLink:
     def locate(self, keys: Sequence[str]) -> Answer[Location]:
         """Ask for all keys at once; the answer is waited for by calling what is returned."""
         asked_at = time.monotonic()
-        reply = self._client.submit_batch_get_replica_list(keys)
+        reply = self._client.submit_batch_get_replica_rows(keys)
 
         def answer() -> list[Location | EgmError]:
             rows, epoch = reply.result(), reply.epoch
@@ -106,17 +109,36 @@ class MasterLink:
 
         return answer
 
+    def look_again(self, found: Sequence[Location]) -> Answer[Location | None]:
+        """Ask for objects located before: None for each of which the Master says just what it said, else as `locate`.
+
+        Most of the time nothing has changed, and that is seen without taking the answers apart.
+        """
+        asked_at = time.monotonic()
+        reply = self._client.submit_batch_get_replica_rows([each.key for each in found])
+
+        def answer() -> list[Location | EgmError | None]:
+            rows, epoch = reply.result(), reply.epoch
+            return [
+                self._refusal("GetReplicaList", row.code, before.key)
+                if isinstance(row, Failure)
+                else None
+                if row[0] == before.rows and before.epoch == epoch
+                else _location(before.key, row, asked_at, epoch)
+                for before, row in zip(found, rows, strict=True)
+            ]
+
+        return answer
+
     def put_start(self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig) -> Answer[Reserved]:
         """Ask for space. The answer raises for all keys, or says for each what became of it."""
         asked_at = time.monotonic()
-        reply = self._client.submit_batch_put_start(self._identity, keys, sizes, config)
+        reply = self._client.submit_batch_put_start_rows(self._identity, keys, sizes, config)
 
         def answer() -> list[Reserved | EgmError]:
             rows, epoch = reply.result(), reply.epoch
             return [
-                self._no_space_for(key, row.code)
-                if isinstance(row, Failure)
-                else Reserved(key, *_memory(row, _WRITING), asked_at, epoch)
+                self._no_space_for(key, row.code) if isinstance(row, Failure) else _reserved(key, row, asked_at, epoch)
                 for key, row in zip(keys, rows, strict=True)
             ]
 
@@ -182,14 +204,15 @@ _REFUSALS: dict[int, tuple[type[StoreError], str]] = {
 }
 
 
-def _memory(replicas: Sequence[Replica], status: int) -> tuple[tuple[Place, ...], tuple[str, ...]]:
+def _memory(rows: Sequence[Any], status: int) -> tuple[tuple[Place, ...], tuple[str, ...]]:
     """The replicas in memory with this status, and what the others are."""
-    if len(replicas) == 1:  # nearly always
-        each = replicas[0]
-        if each.kind == "memory" and each.status == status:
-            return (Place(each.id, each.address, each.size, each.te_endpoint, each.protocol),), ()
+    if len(rows) == 1:  # nearly always; a batch makes hundreds of these
+        number, (kind, body), its_status = rows[0][:3]
+        if kind == _IN_MEMORY and its_status == status:
+            size, address, protocol, endpoint = body[0][:4]
+            return (_make(Place, (number, address, size, endpoint, protocol)),), ()
     places, elsewhere = [], []
-    for each in replicas:
+    for each in to_replicas(list(rows)):
         if each.kind == "memory" and each.status == status:
             places.append(Place(each.id, each.address, each.size, each.te_endpoint, each.protocol))
         else:
@@ -197,6 +220,14 @@ def _memory(replicas: Sequence[Replica], status: int) -> tuple[tuple[Place, ...]
     return tuple(places), tuple(elsewhere)
 
 
-def _location(key: str, found: Located, asked_at: float, epoch: int) -> Location:
-    places, elsewhere = _memory(found.replicas, _COMPLETE)
-    return Location(key, places, elsewhere, asked_at, asked_at + found.lease_ttl_ms / 1000, epoch)
+def _location(key: str, row: Any, asked_at: float, epoch: int) -> Location:
+    rows = row[0]
+    places, elsewhere = _memory(rows, _COMPLETE)
+    made: Location = _make(Location, (key, places, elsewhere, asked_at, asked_at + row[1] / 1000, epoch, rows))
+    return made
+
+
+def _reserved(key: str, rows: Any, asked_at: float, epoch: int) -> Reserved:
+    places, elsewhere = _memory(rows, _WRITING)
+    made: Reserved = _make(Reserved, (key, places, elsewhere, asked_at, epoch))
+    return made

@@ -9,12 +9,13 @@ by force and an overwrite during the copy: in each the number is gone.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from egmctl.consumer.engine import Engine, Part, settle, split_batch
-from egmctl.consumer.errors import GetFailed, StaleAllocation, StoreError, Unreachable
+from egmctl.consumer.engine import AHEAD, Engine, Part, settle, split_batch
+from egmctl.consumer.errors import GetFailed, InvalidBuffer, StaleAllocation, StoreError, Unreachable
 from egmctl.consumer.host_copy import Completion
 from egmctl.consumer.master_link import Answer, Location, is_transient
 from egmctl.consumer.pins import Again, Pins, Place, Target
@@ -26,30 +27,56 @@ Layout = Callable[[int], tuple[int, Sequence[Part]]]
 """From an object's size to (the result to return, which part of it goes where). Raises what is wrong with it."""
 
 
-@dataclass
-class ReadRequest:
-    """One object to be read."""
+class ReadRequest(NamedTuple):
+    """One object to be read: all of it into ``parts``, or as ``layout`` says where that is given."""
 
     key: str
-    layout: Layout
+    parts: Sequence[Part] = ()
+    layout: Layout | None = None
+
+    def laid_out(self, size: int) -> tuple[int, Sequence[Part]]:
+        if self.layout is not None:
+            return self.layout(size)
+        parts = self.parts
+        if len(parts) == 1 and parts[0].nbytes == size:  # mostly
+            return size, parts
+        capacity = sum(part.nbytes for part in parts)
+        if capacity < size:
+            raise InvalidBuffer(
+                f"has {size} bytes and the buffer given for it {capacity}",
+                where=f"object {self.key!r}",
+                hint="give a larger buffer, or get a range",
+            )
+        used = []
+        for part in parts:
+            if part.offset >= size:
+                break
+            used.append(part._replace(nbytes=min(part.nbytes, size - part.offset)))
+        return size, used
 
 
-@dataclass
-class _Flight:
-    index: int
+class _Flight(NamedTuple):
+    number: int  # of the request
     location: Location
     place: Place
-    target: Target
     result: int
 
 
-@dataclass
+_make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
+
+
 class _Piece:
-    flights: list[_Flight]
-    completion: Completion
-    lease_until: float = field(default=0.0)
-    moved: set[int] = field(default_factory=set)
-    question: Answer[Location] | None = None
+    """What was asked for and is copied together."""
+
+    __slots__ = ("completion", "flights", "judged", "lease_until", "moved", "question")
+
+    def __init__(self, flights: list[_Flight], completion: Completion) -> None:
+        self.flights = flights
+        self.completion = completion
+        self.lease_until = min([flight.location.lease_until for flight in flights])
+        self.moved: set[int] = set()
+        self.question: Answer[Location | None] | None = None
+        self.judged = False
 
 
 class ReadRound:
@@ -74,34 +101,38 @@ class ReadRound:
             self._start(late)
 
     def _start(self, requests: Sequence[tuple[int, ReadRequest]]) -> None:
-        master = self._engine.master
         pieces = [requests[each] for each in split_batch(len(requests))]
-        answers = [master.locate([request.key for _, request in piece]) for piece in pieces]
-        for piece, answer in zip(pieces, answers, strict=True):
-            self._launch(piece, answer)
+        asked = deque(self._ask(piece) for piece in pieces[:AHEAD])
+        for number, piece in enumerate(pieces):
+            self._launch(piece, asked.popleft()())
+            if number + AHEAD < len(pieces):  # while what was found is being copied
+                asked.append(self._ask(pieces[number + AHEAD]))
 
-    def _launch(self, requests: Sequence[tuple[int, ReadRequest]], answer: Answer[Location]) -> None:
+    def _ask(self, requests: Sequence[tuple[int, ReadRequest]]) -> Answer[Location]:
+        return self._engine.master.locate([request.key for _, request in requests])
+
+    def _launch(self, requests: Sequence[tuple[int, ReadRequest]], answers: Sequence[Location | EgmError]) -> None:
         flights: list[_Flight] = []
         routes = self._engine.routes()
-        for (index, request), located in zip(requests, answer(), strict=True):
+        for (index, request), located in zip(requests, answers, strict=True):
             try:
                 if isinstance(located, EgmError):
                     raise Again(as_store_error(located)) if is_transient(located) else located
                 place, target = choose(self.pins, located)
-                result, parts = request.layout(place.nbytes)
+                result, parts = request.laid_out(place.nbytes)
                 for part in parts:
                     routes.add(target, part, write=False)
             except (EgmError, Again) as error:
                 self.outcomes[index] = error
                 continue
-            flights.append(_Flight(index, located, place, target, result))
+            flights.append(_make(_Flight, (index, located, place, result)))
         if flights:
             try:
                 completion = self._engine.copy(routes, self._stream)
             except EgmError as error:
                 self._fail(flights, error)
                 return
-            self._pieces.append(_Piece(flights, completion, min(each.location.lease_until for each in flights)))
+            self._pieces.append(_Piece(flights, completion))
 
     def done(self) -> bool:
         return all(piece.completion.done() for piece in self._pieces)
@@ -109,14 +140,15 @@ class ReadRound:
     def wait(self, timeout: float | None) -> bool:
         """Until the copies are over; a lease that is half gone meanwhile is asked for again."""
         until = None if timeout is None else time.monotonic() + timeout
+        before: _Piece | None = None
         for piece in self._pieces:
+            if piece.question is not None:
+                continue  # of an earlier call
             while True:
                 now = time.monotonic()
-                left = None if until is None else max(0.0, until - now)
                 patience = max(0.05, (piece.lease_until - now) / 2)
                 try:
-                    if piece.completion.wait(patience if left is None else min(left, patience)):
-                        self._ask_again(piece)  # while the pieces behind it are still being copied
+                    if piece.completion.wait(patience if until is None else min(max(0.0, until - now), patience)):
                         break
                 except EgmError as error:
                     self._fail(piece.flights, error)
@@ -125,15 +157,20 @@ class ReadRound:
                 if until is not None and time.monotonic() >= until:
                     return False
                 self._renew(piece)
+            self._ask_again(piece)  # while the pieces behind it are still being copied
+            if before is not None and before.question is not None:
+                with suppress(EgmError):  # `settle` tries it once more
+                    self._judge(before, before.question())
+            before = piece
         return True
 
     def _renew(self, piece: _Piece) -> None:
         piece.lease_until = time.monotonic() + 60.0  # should the Master not answer: asked again after the copy
-        staying = [each for each in piece.flights if each.index not in piece.moved]
+        staying = [each for each in piece.flights if each.number not in piece.moved]
         if not staying:
             return
         try:
-            answers = self._engine.master.locate([self._key(each) for each in staying])()
+            answers = self._engine.master.locate([each.location.key for each in staying])()
         except EgmError:
             return
         until = [piece.lease_until]
@@ -141,55 +178,61 @@ class ReadRound:
             if isinstance(answer, Location) and answer.still_holds(flight.place, flight.location):
                 until.append(answer.lease_until)
             elif isinstance(answer, Location) or not is_transient(answer):
-                piece.moved.add(flight.index)
+                piece.moved.add(flight.number)
         piece.lease_until = min(until)
 
     def _ask_again(self, piece: _Piece) -> None:
         if piece.flights and piece.question is None:
             with suppress(EgmError):  # `settle` tries it once more
-                piece.question = self._engine.master.locate([self._key(each) for each in piece.flights])
+                piece.question = self._look_again(piece)
+
+    def _look_again(self, piece: _Piece) -> Answer[Location | None]:
+        return self._engine.master.look_again([flight.location for flight in piece.flights])
 
     def settle(self) -> None:
         """Judge what was copied by what the Master says after the copy. Call once `wait` has returned True."""
         try:
             for piece in self._pieces:
-                if piece.flights:
-                    question = piece.question
-                    if question is None:
-                        question = self._engine.master.locate([self._key(each) for each in piece.flights])
-                    self._judge(piece, question())
+                if piece.flights and not piece.judged:
+                    self._judge(piece, (piece.question or self._look_again(piece))())
             bad = self.pins.confirm() if self._pieces else set()
-            for piece in self._pieces:
-                for flight in piece.flights:
-                    if flight.place.endpoint in bad and isinstance(self.outcomes.get(flight.index), int):
-                        self.outcomes[flight.index] = Again(
-                            StaleAllocation("the provider ended during the copy", where=flight.place.endpoint)
-                        )
+            if bad:
+                self._disbelieve(bad)
         finally:
             self.pins.close()
 
-    def _judge(self, piece: _Piece, answers: Sequence[Location | EgmError]) -> None:
+    def _disbelieve(self, bad: set[str]) -> None:
+        for piece in self._pieces:
+            for flight in piece.flights:
+                if flight.place.endpoint in bad and isinstance(self.outcomes.get(flight.number), int):
+                    self.outcomes[flight.number] = Again(
+                        StaleAllocation("the provider ended during the copy", where=flight.place.endpoint)
+                    )
+
+    def _judge(self, piece: _Piece, answers: Sequence[Location | EgmError | None]) -> None:
+        piece.judged = True
         for flight, answer in zip(piece.flights, answers, strict=True):
-            if isinstance(answer, EgmError):
-                self.outcomes[flight.index] = (
+            if answer is None and not piece.moved:
+                self.outcomes[flight.number] = flight.result
+            elif isinstance(answer, EgmError):
+                self.outcomes[flight.number] = (
                     Again(as_store_error(answer)) if is_transient(answer) else _changed(flight, answer)
                 )
-            elif flight.index in piece.moved or not answer.still_holds(flight.place, flight.location):
-                self.outcomes[flight.index] = _changed(flight, None)
+            elif flight.number in piece.moved or (
+                answer is not None and not answer.still_holds(flight.place, flight.location)
+            ):
+                self.outcomes[flight.number] = _changed(flight, None)
             else:
-                self.outcomes[flight.index] = flight.result
+                self.outcomes[flight.number] = flight.result
 
     def abandon(self) -> None:
         """Wait for copies under way, then let go of the memory; nothing is believed."""
         settle([piece.completion for piece in self._pieces])
         self.pins.close()
 
-    def _key(self, flight: _Flight) -> str:
-        return flight.location.key
-
     def _fail(self, flights: Sequence[_Flight], error: EgmError) -> None:
         for flight in flights:
-            self.outcomes[flight.index] = error
+            self.outcomes[flight.number] = error
 
 
 def is_bound(outcome: object) -> bool:

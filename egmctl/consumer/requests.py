@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from egmctl.consumer.buffers import Buffer, Buffers
 from egmctl.consumer.engine import Part
-from egmctl.consumer.errors import InvalidBuffer, InvalidRequest, ObjectExists
+from egmctl.consumer.errors import InvalidRequest, ObjectExists
 from egmctl.consumer.reader import ReadRequest
 from egmctl.consumer.writer import WriteRequest
 from egmctl.errors import EgmError
@@ -20,9 +21,10 @@ __all__ = [
     "part_of_bytes",
     "parts_of",
     "read_batch",
-    "whole",
     "write_batch",
 ]
+
+_make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
 
 BufferList = Sequence[tuple[int, int]]
 """(address, bytes) of each part of one object, in order."""
@@ -53,7 +55,7 @@ def parts_of(buffers: Buffers, pieces: BufferList) -> list[Part]:
     parts = []
     offset = 0
     for address, nbytes in pieces:
-        parts.append(Part(offset, address, nbytes, buffers.find(address, nbytes)))
+        parts.append(_make(Part, (offset, address, nbytes, buffers.find(address, nbytes))))
         offset += nbytes
     return parts
 
@@ -68,14 +70,14 @@ def write_batch(buffers: Buffers, keys: Sequence[str], lists: Sequence[BufferLis
             if key in seen:
                 raise ObjectExists("is put twice in this batch", where=f"object {key!r}")
             parts = parts_of(buffers, pieces)
-            total = sum(part.nbytes for part in parts)
+            total = parts[0].nbytes if len(parts) == 1 else sum(part.nbytes for part in parts)
             if not key or total == 0:
                 raise InvalidRequest("keys are not empty, and objects have at least one byte", where=f"object {key!r}")
         except EgmError as error:
             batch.refuse(at, error)
             continue
         seen.add(key)
-        requests.append(WriteRequest(key, total, parts))
+        requests.append(_make(WriteRequest, (key, total, parts, None)))
         batch.ask(at)
     return batch, requests
 
@@ -90,30 +92,9 @@ def read_batch(buffers: Buffers, keys: Sequence[str], lists: Sequence[BufferList
         except EgmError as error:
             batch.refuse(at, error)
             continue
-        requests.append(ReadRequest(key, whole(key, parts)))
+        requests.append(_make(ReadRequest, (key, parts, None)))
         batch.ask(at)
     return batch, requests
-
-
-def whole(key: str, parts: Sequence[Part]) -> Callable[[int], tuple[int, Sequence[Part]]]:
-    def layout(size: int) -> tuple[int, Sequence[Part]]:
-        if len(parts) == 1 and parts[0].nbytes == size:
-            return size, parts
-        capacity = sum(part.nbytes for part in parts)
-        if capacity < size:
-            raise InvalidBuffer(
-                f"has {size} bytes and the buffer given for it {capacity}",
-                where=f"object {key!r}",
-                hint="give a larger buffer, or get a range",
-            )
-        used = []
-        for part in parts:
-            if part.offset >= size:
-                break
-            used.append(Part(part.offset, part.address, min(part.nbytes, size - part.offset), part.buffer))
-        return size, used
-
-    return layout
 
 
 def check_range(key: str, size: int, offset: int, length: int) -> None:

@@ -114,12 +114,13 @@ class EgmStore:
         for transfer in outstanding:
             transfer.abandon()
         self._host_copier.close()
-        self._engine.bindings.close()
-        self._engine.mappings.close()
+        # Copies are over before anything is unmapped: a GPU that still reads an unmapped range loses its context.
         for part in (self._engine.gatherer, self._engine.device_copier):
             closer = getattr(part, "close", None)
             if closer is not None:
                 closer()
+        self._engine.bindings.close()
+        self._engine.mappings.close()
         self._engine.master.close()
 
     # -- buffers
@@ -295,7 +296,7 @@ class EgmStore:
             check_range(key, size, offset, length)
             return length, [Part(offset, address, length, buffer)] if length else []
 
-        return single(read_all(self._engine, [ReadRequest(key, layout)], stream=stream))
+        return single(read_all(self._engine, [ReadRequest(key, layout=layout)], stream=stream))
 
     def get(self, key: str) -> bytes:
         """A whole object as bytes. Raises as `get_into`."""
@@ -306,7 +307,7 @@ class EgmStore:
             kept[:] = [ctypes.create_string_buffer(size)]
             return size, [loose(ctypes.addressof(kept[0]), size)]
 
-        single(read_all(self._engine, [ReadRequest(key, layout)]))
+        single(read_all(self._engine, [ReadRequest(key, layout=layout)]))
         return kept[0].raw
 
     # -- the rest

@@ -7,10 +7,12 @@ granted the space, and the deadline has not passed. Space is given back only whe
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from egmctl.consumer.engine import Engine, Part, settle, split_batch
+from egmctl.consumer.engine import AHEAD, Engine, Part, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, ObjectNotFound, StaleAllocation, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Answer, Reserved
@@ -22,8 +24,7 @@ from egmctl.mooncake.master import ReplicateConfig
 __all__ = ["WriteRequest", "WriteRound"]
 
 
-@dataclass
-class WriteRequest:
+class WriteRequest(NamedTuple):
     """One object to be written: from ``parts``, or by ``custom`` (targets of all replicas, stream) where given."""
 
     key: str
@@ -44,6 +45,7 @@ class _Piece:
     good: list[tuple[int, WriteRequest, Reserved]] = field(default_factory=list)
     answer: Answer[bool] | None = None
     ended: bool = False
+    recorded: bool = False
 
 
 class WriteRound:
@@ -77,16 +79,19 @@ class WriteRound:
             self._start(late)
 
     def _start(self, requests: Sequence[tuple[int, WriteRequest]]) -> None:
-        master = self._engine.master
         pieces = [requests[each] for each in split_batch(len(requests))]
-        answers: list[tuple[float, Answer[Reserved]]] = []
-        for piece in pieces:
-            keys, sizes = [each.key for _, each in piece], [each.nbytes for _, each in piece]
-            deadline = time.monotonic() + self._engine.timing.put_deadline
-            self._held.update(dict.fromkeys(keys))  # from here on until it is known that the Master holds nothing
-            answers.append((deadline, master.put_start(keys, sizes, self._config)))
-        for piece, (deadline, answer) in zip(pieces, answers, strict=True):
+        asked = deque(self._ask(piece) for piece in pieces[:AHEAD])
+        for number, piece in enumerate(pieces):
+            deadline, answer = asked.popleft()
             self._launch(piece, answer(), deadline)
+            if number + AHEAD < len(pieces):  # while what was reserved is being written
+                asked.append(self._ask(pieces[number + AHEAD]))
+
+    def _ask(self, requests: Sequence[tuple[int, WriteRequest]]) -> tuple[float, Answer[Reserved]]:
+        keys, sizes = [each.key for _, each in requests], [each.nbytes for _, each in requests]
+        deadline = time.monotonic() + self._engine.timing.put_deadline
+        self._held.update(dict.fromkeys(keys))  # from here on until it is known that the Master holds nothing
+        return deadline, self._engine.master.put_start(keys, sizes, self._config)
 
     def _launch(
         self,
@@ -104,7 +109,7 @@ class WriteRound:
                 self.outcomes[index] = Again(reserved) if isinstance(reserved, NoSpace) else reserved
                 continue
             try:
-                targets = self._targets(reserved)
+                targets = self._only(reserved) or self._targets(reserved)
                 if request.custom is not None:
                     custom.append((request, targets))
                 for target in targets:
@@ -119,6 +124,15 @@ class WriteRound:
             self._copy(flights, routes, custom, deadline)
         if refused:
             self._revoke(refused)
+
+    def _only(self, reserved: Reserved) -> list[Target] | None:
+        """The target of a put of one replica, where nothing is the matter with it."""
+        if len(reserved.places) != 1 or reserved.elsewhere:
+            return None
+        try:
+            return [self.pins.resolve(reserved.places[0], reserved.asked_at)]
+        except Unreachable:
+            return None
 
     def _targets(self, reserved: Reserved) -> list[Target]:
         targets: list[Target] = []
@@ -190,6 +204,7 @@ class WriteRound:
 
     def wait(self, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
+        before: _Piece | None = None
         for piece in self._pieces:
             try:
                 if not piece.completion.wait(None if until is None else max(0.0, until - time.monotonic())):
@@ -200,6 +215,9 @@ class WriteRound:
                 piece.flights = []
             if self.pins.watched:  # nobody has to be asked: publish while the pieces behind it are being copied
                 self._end(piece, self.pins.confirm())
+            if before is not None:
+                self._record(before)
+            before = piece
         return True
 
     def settle(self) -> None:
@@ -209,8 +227,7 @@ class WriteRound:
             for piece in self._pieces:
                 self._end(piece, bad)
             for piece in self._pieces:
-                if piece.answer is not None:
-                    self._record(piece.good, piece.answer)
+                self._record(piece)
             self._revoke(list(self._held))
         finally:
             self.pins.close()
@@ -229,22 +246,28 @@ class WriteRound:
 
     def _publishable(self, piece: _Piece, bad: set[str]) -> list[tuple[int, WriteRequest, Reserved]]:
         master = self._engine.master
+        connected, late = master.connected(), time.monotonic() > piece.deadline
         good = []
-        for index, request, reserved in piece.flights:
-            gone = next((place.endpoint for place in reserved.places if place.endpoint in bad), None)
+        for flight in piece.flights:
+            index, request, reserved = flight
+            gone = None if not bad else next((each.endpoint for each in reserved.places if each.endpoint in bad), None)
             if gone is not None:
                 self.outcomes[index] = Again(StaleAllocation("the provider ended during the put", where=gone))
-            elif time.monotonic() > piece.deadline:
+            elif late:
                 self.outcomes[index] = self._expired(request)
-            elif master.epoch != reserved.epoch or not master.connected():
+            elif not connected or master.epoch != reserved.epoch:
                 self.outcomes[index] = self._cut_off(request)
             else:
-                good.append((index, request, reserved))
+                good.append(flight)
         return good
 
-    def _record(self, good: Sequence[tuple[int, WriteRequest, Reserved]], answer: Answer[bool]) -> None:
+    def _record(self, piece: _Piece) -> None:
+        if piece.answer is None or piece.recorded:
+            return
+        piece.recorded = True
+        good = piece.good
         try:
-            rows = answer()
+            rows = piece.answer()
         except EgmError as error:
             for index, request, _ in good:
                 self._held.pop(request.key, None)  # it may be published: not ours to take back

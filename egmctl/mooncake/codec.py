@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from egmctl.mooncake.errors import CodecError
 from egmctl.mooncake.literals import (
@@ -137,60 +138,117 @@ class _TooLong(Exception):
     pass
 
 
+_Writer: TypeAlias = "Callable[[Any, int, list[bytes]], None]"
+"""(value, width of lengths, where its bytes go)."""
+
+
 def _length(count: int, width: int) -> bytes:
     if count >= _LENGTH_LIMITS[width]:
         raise _TooLong
     return _LENGTHS[width].pack(count)
 
 
-def _write(kind: Type, value: Any, width: int, out: list[bytes]) -> None:
+@lru_cache(maxsize=256)
+def _writer(literal: bytes) -> _Writer:
+    return _make_writer(parse_literal(literal))
+
+
+def _make_writer(kind: Type) -> _Writer:
+    """A function made for one type: what a value of it needs is decided once, not for each of a batch's hundreds."""
     if isinstance(kind, Text):
-        raw = value if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape")
-        out += (_length(len(raw), width), raw)
-    elif isinstance(kind, Scalar):
-        out.append(struct.pack("<" + kind.format, value))
-    elif isinstance(kind, Struct):
-        for member, item in zip(kind.members, value, strict=True):
-            _write(member, item, width, out)
-    elif isinstance(kind, (Sequence, Array)):
-        if isinstance(kind, Sequence):
+        return _write_text
+    if isinstance(kind, Scalar):
+        pack = struct.Struct("<" + kind.format).pack
+        return lambda value, width, out: out.append(pack(value))
+    if isinstance(kind, Struct):
+        return _struct_writer([_make_writer(member) for member in kind.members])
+    if isinstance(kind, (Sequence, Array)):
+        return _list_writer(kind)
+    if isinstance(kind, Optional):
+        inner = _make_writer(kind.value)
+
+        def write_optional(value: Any, width: int, out: list[bytes]) -> None:
+            out.append(b"\0" if value is None else b"\1")
+            if value is not None:
+                inner(value, width, out)
+
+        return write_optional
+    if isinstance(kind, Map):
+        key, item = _make_writer(kind.key), _make_writer(kind.value)
+
+        def write_map(value: Any, width: int, out: list[bytes]) -> None:
             out.append(_length(len(value), width))
-        elif len(value) != kind.count:
-            raise ValueError(f"{len(value)} elements for an array of {kind.count}")
-        if isinstance(kind.element, Scalar):
-            out.append(struct.pack(f"<{len(value)}{kind.element.format}", *value))
+            for pair in value:
+                key(pair[0], width, out)
+                item(pair[1], width, out)
+
+        return write_map
+    if isinstance(kind, Variant):
+        alternatives = [_make_writer(each) for each in kind.alternatives]
+
+        def write_variant(value: Any, width: int, out: list[bytes]) -> None:
+            index, chosen = value
+            if not 0 <= index < len(alternatives):
+                raise ValueError(f"alternative {index} of {len(alternatives)}")
+            out.append(bytes((index,)))
+            alternatives[index](chosen, width, out)
+
+        return write_variant
+    if isinstance(kind, Expected):
+        good, bad = _make_writer(kind.value), _make_writer(kind.error)
+
+        def write_expected(value: Any, width: int, out: list[bytes]) -> None:
+            if isinstance(value, Failure):
+                out.append(b"\0")
+                bad(value.code, width, out)
+            else:
+                out.append(b"\1")
+                good(value, width, out)
+
+        return write_expected
+    return lambda value, width, out: None  # void
+
+
+def _write_text(value: Any, width: int, out: list[bytes]) -> None:
+    raw = value if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape")
+    out += (_length(len(raw), width), raw)
+
+
+def _struct_writer(members: list[_Writer]) -> _Writer:
+    def write_struct(value: Any, width: int, out: list[bytes]) -> None:
+        for member, item in zip(members, value, strict=True):
+            member(item, width, out)
+
+    return write_struct
+
+
+def _list_writer(kind: Sequence | Array) -> _Writer:
+    count = kind.count if isinstance(kind, Array) else None
+    code = kind.element.format if isinstance(kind.element, Scalar) else None
+    element = _make_writer(kind.element)
+
+    def write_list(value: Any, width: int, out: list[bytes]) -> None:
+        if count is None:
+            out.append(_length(len(value), width))
+        elif len(value) != count:
+            raise ValueError(f"{len(value)} elements for an array of {count}")
+        if code is not None:
+            out.append(struct.pack(f"<{len(value)}{code}", *value))
         else:
             for item in value:
-                _write(kind.element, item, width, out)
-    elif isinstance(kind, Optional):
-        out.append(b"\0" if value is None else b"\1")
-        if value is not None:
-            _write(kind.value, value, width, out)
-    elif isinstance(kind, Map):
-        out.append(_length(len(value), width))
-        for pair in value:
-            _write(kind.key, pair[0], width, out)
-            _write(kind.value, pair[1], width, out)
-    elif isinstance(kind, Variant):
-        index, item = value
-        if not 0 <= index < len(kind.alternatives):
-            raise ValueError(f"alternative {index} of {len(kind.alternatives)}")
-        out.append(bytes((index,)))
-        _write(kind.alternatives[index], item, width, out)
-    elif isinstance(kind, Expected):
-        failed = isinstance(value, Failure)
-        out.append(b"\0" if failed else b"\1")
-        _write(kind.error if failed else kind.value, value.code if failed else value, width, out)
+                element(item, width, out)
+
+    return write_list
 
 
 def encode(literal: bytes, value: Any, *, width: int = 0) -> tuple[bytes, int]:
     """The payload of ``value``, and the width it took: ``width``, or wider when a length in it needs that."""
-    kind = parse_literal(literal)
+    write = _writer(literal)
     try:
         while True:
             out: list[bytes] = []
             try:
-                _write(kind, value, width, out)
+                write(value, width, out)
                 return b"".join(out), width
             except _TooLong:
                 width += 1

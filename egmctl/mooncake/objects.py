@@ -6,7 +6,7 @@ Batch calls answer one entry for each key, in order; a key that failed has a `Fa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from egmctl.errors import UsageError
 from egmctl.mooncake import calls
@@ -138,6 +138,21 @@ class ObjectCalls(Caller):
     ) -> Reply[list[Located | Failure]]:
         value = keys, self.tenant_id
         return self._batch("BatchGetReplicaList", _KEYS, value, calls.LOCATED_ANSWER, to_located, timeout, keys)
+
+    def submit_batch_get_replica_rows(
+        self, keys: Sequence[str | bytes], *, timeout: float | None = None
+    ) -> Reply[list[Any]]:
+        """As `submit_batch_get_replica_list`, with the answers as they came off the wire (see `calls.to_located`): two
+        of them are equal when nothing about the object has changed."""
+        value = keys, self.tenant_id
+        return self._batch("BatchGetReplicaList", _KEYS, value, calls.LOCATED_ANSWER, same, timeout, keys)
+
+    def submit_batch_put_start_rows(
+        self, client: Uuid, keys: Sequence[str | bytes], sizes: Sequence[int], config: ReplicateConfig
+    ) -> Reply[list[Any]]:
+        """As `submit_batch_put_start`, with the answers as they came off the wire (see `calls.to_replicas`)."""
+        value = client, keys, sizes, config.wire(), self.tenant_id
+        return self._batch("BatchPutStart", _BATCH_PUT_START, value, calls.REPLICAS_ANSWER, same, None, keys)
 
     def submit_batch_exist_key(
         self, keys: Sequence[str | bytes], *, timeout: float | None = None

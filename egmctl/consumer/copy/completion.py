@@ -13,7 +13,9 @@ from egmctl.memory.driver import CudaError
 
 __all__ = ["Finished", "Submitted"]
 
-_FIRST_NAP, _LONGEST_NAP = 20e-6, 1e-3
+_HOT = 100e-6  # seconds for which the event is looked at again and again: a nap alone would take as long
+_LONGEST_NAP = 1e-3
+_PATIENT = 0.05  # seconds: whoever waits so long for a prompt copy does not mind a few more milliseconds
 
 
 class Finished:
@@ -30,17 +32,27 @@ class Finished:
 
 
 class Submitted:
-    """A copy that was queued. ``keep`` is held until it is over (arrays that it reads).
+    """A copy that was queued. ``keep`` is held until it is over (arrays that it reads). ``prompt`` says that nothing
+    but the link holds it up, and that not for long: it is then waited for without looking at the clock.
 
     A gather's bad offset is found by the kernel: ``wait`` raises `BadOffset`, and what the gather wrote is not to be
     used. `order` lets a stream go on after the copy, but only ``wait`` says whether it was good.
     """
 
-    def __init__(self, borrowed: Borrowed, event: int, keep: Any = None, what: tuple[str, int] = ("copy", 0)) -> None:
+    def __init__(
+        self,
+        borrowed: Borrowed,
+        event: int,
+        keep: Any = None,
+        what: tuple[str, int] = ("copy", 0),
+        *,
+        prompt: bool = False,
+    ) -> None:
         self._borrowed = borrowed
         self._event = event
         self._keep = keep
         self._what = what
+        self._prompt = prompt
         self._lock = threading.Lock()
         self._over = False
         self._error: EgmError | None = None
@@ -66,17 +78,16 @@ class Submitted:
         Raises `BadOffset` for an entry outside its object, `CudaError` when the device failed.
         """
         if not self._over:
-            if timeout is None:
+            if timeout is None or (self._prompt and timeout >= _PATIENT):
                 self.settle()
             else:
-                until = time.monotonic() + timeout
-                nap = _FIRST_NAP
+                began = time.monotonic()
                 while not self.done():
-                    left = until - time.monotonic()
-                    if left <= 0:
+                    waited = time.monotonic() - began
+                    if waited >= timeout:
                         return False
-                    time.sleep(min(nap, left))
-                    nap = min(2 * nap, _LONGEST_NAP)
+                    # a nap is an eighth of what has been waited, so that a short copy's end is not slept over
+                    time.sleep(0.0 if waited < _HOT else min(waited / 8, timeout - waited, _LONGEST_NAP))
         if self._error is not None:
             raise self._error
         return True

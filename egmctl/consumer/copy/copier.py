@@ -34,6 +34,7 @@ _FEW = 4  # up to so many small fragments cost less by the engine than a kernel'
 _BATCH_FROM = 16  # fewer are queued one by one, which is as fast and needs no lists
 _BULK = 16 * MIB  # fragments of this size fill the link from two streams
 _PIECE = 16 * KIB
+_PROMPT = 1 << 30  # bytes that a link takes some 20 ms for
 _LARGEST = 1 << 48
 _ROW = 1 * MIB  # longer fragments become several rows of the kernel's table
 
@@ -101,7 +102,8 @@ class GpuCopier:
         except BaseException:
             abandon(borrowed)
             raise
-        submitted = Submitted(borrowed, event)
+        prompt = stream is None and largest * (len(flat) // 3) <= _PROMPT
+        submitted = Submitted(borrowed, event, prompt=prompt)
         pool.track(submitted)
         return submitted
 

@@ -146,7 +146,13 @@ class GpuGatherer:
         except BaseException:
             abandon(borrowed, stream)
             raise
-        submitted = Submitted(borrowed, event, (where.owner, which), ("scatter" if put else "gather", where.length))
+        submitted = Submitted(
+            borrowed,
+            event,
+            (where.owner, which),
+            ("scatter" if put else "gather", where.length),
+            prompt=stream is None and where.stream is None and where.length * entry_bytes <= 1 << 30,
+        )
         pool.track(submitted)
         return submitted
 
