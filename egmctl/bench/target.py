@@ -33,10 +33,13 @@ class Target:
 
     @classmethod
     def find(cls, pool: str, paths: Paths, *, mounted: bool = True) -> Target:
-        """Raises `UsageError` for an unknown pool, and `FailedError` when ``mounted`` is wanted and it is not."""
+        """Raises `UsageError` for an unknown pool, and when ``mounted`` is wanted for one that is gone (`UsageError`)
+        or that is there and is not (`FailedError`)."""
         record = read_only(paths.ledger(pool))
         if record is None:
             raise UsageError("there is no such pool", where=f"pool {pool}", hint="see `egmctl status`")
+        if mounted and not record.live_chunks:
+            raise UsageError(f"is {record.state}", where=f"pool {pool}", hint="provision and mount it first")
         if mounted and not any(row.state == "mounted" for row in record.live_segments):
             raise FailedError(
                 f"is {record.state}: no chunk of it is mounted", where=f"pool {pool}", hint=f"run `egmctl mount {pool}`"

@@ -136,6 +136,16 @@ def test_an_unknown_pool_is_a_matter_of_usage(host: Host) -> None:
     assert host.left() == []
 
 
+def test_a_pool_that_is_not_mounted_or_gone_is_not_measured_and_the_hint_is_the_next_step(host: Host) -> None:
+    assert host.run("provision", host.spec(NOWHERE)).code == 0
+    for command in ("verify", "bench"):
+        assert_error(host.run(command, "dev", "--json"), 1, what="provisioned", where="pool dev", do="egmctl mount dev")
+    assert host.run("teardown", "dev", "--now").code == 0
+    for command in ("mount", "verify", "bench"):
+        assert_error(host.run(command, "dev", "--json"), 2, what="is gone", where="pool dev", do="provision")
+    assert host.left() == []
+
+
 HOLDER = "import socket, sys; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); "
 HOLDER += "print(s.getsockname()[1], flush=True); sys.stdin.read()"
 
