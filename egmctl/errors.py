@@ -28,7 +28,7 @@ class EgmError(Exception):
     chunk, node, file or endpoint, ``hint`` what to do next. ``facts`` are the same things as data, for ``--json``.
     """
 
-    code: ClassVar[str] = "failed"
+    code: str = "failed"
     exit_code: ClassVar[int] = 1
 
     def __init__(

@@ -47,12 +47,14 @@ def error_from_document(document: Any) -> EgmError:
         return FailedError("the agent reported an error without saying which", hint="see the agent's log")
     kind = _BY_EXIT.get(document.get("exit", 1), FailedError)
     facts = document.get("facts")
-    return kind(
+    error = kind(
         str(document.get("message", "no message")),
         where=str(document.get("where", "")),
         hint=str(document.get("hint", "")),
         facts=facts if isinstance(facts, dict) else None,
     )
+    error.code = str(document.get("code") or error.code)
+    return error
 
 
 def hung_up(sock: socket.socket) -> bool:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -45,7 +46,7 @@ class Consumer:
             self._answer()
         except BaseException:
             self._process.kill()
-            self._process.wait()
+            self.close()
             raise
 
     def __enter__(self) -> Consumer:
@@ -59,16 +60,17 @@ class Consumer:
     def close(self) -> int:
         """Its exit status."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             return self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        finally:
+            self._process.wait(10)
+            self._process.stdout.close()
 
     def call(self, op: str, **arguments: Any) -> Any:
         assert self._process.stdin is not None
