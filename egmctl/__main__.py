@@ -1,4 +1,4 @@
-"""``python -m egmctl``, and where the ``egmctl`` command begins: nothing is imported before an interrupt is expected."""
+"""``python -m egmctl``, and where the ``egmctl`` command begins: nothing is imported before interrupts are expected."""
 
 import sys
 

@@ -65,9 +65,9 @@ MORE = {
     "mount": [
         "The Master must have been started with the lease time that the spec names (I<lease_ttl>, 10 s unless given). "
         "When the Master restarts, the agent mounts again by itself, one lease time after the last contact.",
-        "Copy and move tasks that the Master assigns to the owner of a chunk (a drain job does) are not carried out: the "
-        "agent reports each failed within about a second, so that the job ends, and the objects stay where they are. To "
-        "take a pool out of service, use B<egmctl teardown> with B<--grace>.",
+        "Copy and move tasks that the Master assigns to the owner of a chunk (a drain job does) are not carried out: "
+        "the agent reports each failed within about a second, so that the job ends, and the objects stay where they "
+        "are. To take a pool out of service, use B<egmctl teardown> with B<--grace>.",
     ],
     "verify": ["The objects it puts are its own, under keys nobody else uses, and are removed again."],
     "bench": ["The objects it puts are its own, under keys nobody else uses, and are removed again."],
