@@ -113,6 +113,10 @@ class Bindings:
         with self._lock:
             return list(self._bound.values())
 
+    def largest_chunk(self) -> int:
+        """Bytes of the largest chunk that is bound; 0 when none is."""
+        return max((chunk.length for each in self.known() for chunk in each.descriptor.buffers), default=0)
+
     def segment_names(self) -> tuple[str, ...]:
         """The Master's names of the chunks that are bound, or were named when connecting: hints where to place."""
         for endpoint in self._endpoints:

@@ -69,6 +69,7 @@ def assemble(
             Throttle(flow),
             timing,
             gatherer,
+            driver,
         )
         return engine, Buffers(driver, devices)
     except BaseException:

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple, Protocol
 
 from egmctl.consumer.bindings import Bindings
 from egmctl.consumer.buffers import Buffer
-from egmctl.consumer.errors import InvalidBuffer, InvalidRequest
+from egmctl.consumer.errors import InvalidBuffer, InvalidRequest, NoSpace
 from egmctl.consumer.flow import Throttle
 from egmctl.consumer.host_copy import Completion, Copier, Done, Fragment, Group
 from egmctl.consumer.mappings import MappingCache
 from egmctl.consumer.master_link import MasterLink
 from egmctl.consumer.pins import Pins, Target
+from egmctl.memory.driver import Driver
 
-__all__ = ["AHEAD", "Backoff", "Engine", "Gatherer", "Part", "Routes", "Timing", "split_batch"]
+__all__ = ["AHEAD", "Backoff", "Engine", "Gatherer", "Oversize", "Part", "Routes", "Timing", "split_batch"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class Gatherer(Protocol):
         objects: Any = None,
         stream: int | None = None,
     ) -> Completion: ...
+
+
+_REMEMBERED = 10.0
+"""Seconds after which a size that was refused is asked for again: there may be larger chunks by then."""
 
 
 class Part(NamedTuple):
@@ -119,6 +124,40 @@ class Backoff:
         return True
 
 
+class Oversize:
+    """Objects that fit no chunk. Which chunks the Master has is not known, but once it has said "no space" to an object
+    larger than every chunk met so far, the next such one is not asked for: it would evict others' objects for nothing.
+    """
+
+    def __init__(self, bindings: Bindings) -> None:
+        self._bindings = bindings
+        self._nbytes = 0
+        self._until = 0.0
+
+    def note(self, nbytes: int) -> None:
+        """The Master had no space for ``nbytes``."""
+        largest = self._bindings.largest_chunk()
+        if largest and nbytes > largest:
+            now = time.monotonic()
+            self._nbytes = min(nbytes, self._nbytes) if now < self._until else nbytes
+            self._until = now + _REMEMBERED
+
+    def refusal(self, key: str, nbytes: int) -> NoSpace | None:
+        """Why ``nbytes`` are not asked for; None when they may be."""
+        if not self._nbytes or nbytes < self._nbytes or time.monotonic() >= self._until:
+            return None
+        largest = self._bindings.largest_chunk()
+        if nbytes <= largest:
+            return None
+        return NoSpace(
+            f"{nbytes} bytes are more than any chunk holds (the largest one known has {largest}), and an object never "
+            "spans chunks",
+            where=f"object {key!r}",
+            hint="split it, or provision a pool with larger chunks (max_chunk_size)",
+            facts={"number": NoSpace.number, "largest_chunk": largest},
+        )
+
+
 class Engine:
     """The parts of one store that every operation uses."""
 
@@ -132,6 +171,7 @@ class Engine:
         throttle: Throttle,
         timing: Timing,
         gatherer: Gatherer | None = None,
+        driver: Driver | None = None,
     ) -> None:
         self.master = master
         self.bindings = bindings
@@ -141,6 +181,8 @@ class Engine:
         self.throttle = throttle
         self.timing = timing
         self.gatherer = gatherer
+        self.driver = driver
+        self.oversize = Oversize(bindings)
 
     def pins(self) -> Pins:
         return Pins(self.bindings, self.mappings)

@@ -85,6 +85,7 @@ class ReadRound:
 
     def __init__(self, engine: Engine, requests: Sequence[tuple[int, ReadRequest]], stream: int | None = None) -> None:
         self._engine = engine
+        self.driver = engine.driver
         self._requests = requests
         self._stream = stream
         self._pieces: list[_Piece] = []

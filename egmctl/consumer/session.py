@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from egmctl.consumer.buffers import Buffers
+from egmctl.consumer.context import keeps_device
 from egmctl.consumer.engine import Backoff, Engine, Part
 from egmctl.consumer.errors import InvalidRequest, LeaseExpired, ProviderGone, StaleAllocation, StoreClosed
 from egmctl.consumer.gather import Entries, Indices, gather
@@ -30,6 +31,7 @@ class Session:
 
     def __init__(self, engine: Engine, buffers: Buffers, keys: Sequence[str]) -> None:
         self._engine = engine
+        self._driver = engine.driver
         self._buffers = buffers
         self._keys = tuple(keys)
         self._lock = threading.Lock()
@@ -38,6 +40,7 @@ class Session:
         self._lease_until = 0.0
         self._epoch = 0
 
+    @keeps_device
     def __enter__(self) -> Session:
         with self._lock:
             self._locate()
@@ -48,6 +51,7 @@ class Session:
     ) -> None:
         self.close()
 
+    @keeps_device
     def close(self) -> None:
         """Let go of the memory. Twice is success."""
         with self._lock:
@@ -70,20 +74,29 @@ class Session:
 
         Raises `LeaseExpired` (call `renew`), `ProviderGone`, `InvalidRequest`, `InvalidBuffer`.
         """
-        buffer = self._buffers.find(address, nbytes)
+        return self.batch_read_into([(key, offset, address, nbytes)], stream=stream)
+
+    @keeps_device
+    def batch_read_into(self, reads: Sequence[tuple[str, int, int, int]], *, stream: int | None = None) -> int:
+        """Several (key, offset, address, bytes) at once, as `read_into`; returns the bytes of all."""
         with self._lock:
-            _, place, target = self._object(key)
-            if offset < 0 or nbytes < 0 or offset + nbytes > place.nbytes:
-                raise InvalidRequest(
-                    f"{nbytes} bytes at {offset} are not inside its {place.nbytes} bytes", where=f"object {key!r}"
-                )
+            routes = self._engine.routes()
+            total = 0
+            for key, offset, address, nbytes in reads:
+                buffer = self._buffers.find(address, nbytes)
+                _, place, target = self._object(key)
+                if offset < 0 or nbytes < 0 or offset + nbytes > place.nbytes:
+                    raise InvalidRequest(
+                        f"{nbytes} bytes at {offset} are not inside its {place.nbytes} bytes", where=f"object {key!r}"
+                    )
+                if nbytes:
+                    routes.add(target, Part(offset, address, nbytes, buffer), write=False)
+                total += nbytes
             self._check_lease()
-            if nbytes:
-                routes = self._engine.routes()
-                routes.add(_shifted(target, offset), Part(0, address, nbytes, buffer), write=False)
+            if total:
                 self._wait(self._engine.copy(routes, stream))
             self._check_after()
-        return nbytes
+        return total
 
     def gather(
         self,
@@ -107,6 +120,7 @@ class Session:
             self._keys if keys is None else keys, Entries(offsets, entry_bytes, objects, count), destination, stream
         )
 
+    @keeps_device
     def gather_entries(self, keys: Sequence[str], entries: Entries, destination: int, stream: int | None) -> int:
         """As `gather`, with the entries as they are."""
         with self._lock:
@@ -117,6 +131,7 @@ class Session:
             self._check_after()
         return entries.nbytes
 
+    @keeps_device
     def renew(self) -> tuple[str, ...]:
         """Ask the Master again: a new lease, and the keys whose object is another one, or may be, than before. Raises
         as `EgmStore.get_into` when one of them cannot be located any more."""
@@ -129,6 +144,7 @@ class Session:
                 if key not in before or not location.still_holds(before[key][1], before[key][0])
             )
 
+    @keeps_device
     def unchanged(self) -> bool:
         """Whether the Master says that all objects are still the ones located, so that everything read since then was
         right."""
@@ -221,12 +237,3 @@ class Session:
     def _same_master(self) -> bool:
         master = self._engine.master
         return master.epoch == self._epoch and master.connected()
-
-
-def _shifted(target: Target, offset: int) -> Target:
-    return Target(
-        None if target.address is None else target.address + offset,
-        None if target.device_address is None else target.device_address + offset,
-        target.where,
-        target.key,
-    )

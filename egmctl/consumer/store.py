@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from egmctl.consumer.attempts import read_all, write_all
 from egmctl.consumer.buffers import Buffers
 from egmctl.consumer.connect import assemble, make_fetch
+from egmctl.consumer.context import keeps_device
 from egmctl.consumer.engine import Engine, Part, Timing, check_batch
 from egmctl.consumer.errors import (
     InvalidRequest,
@@ -45,6 +46,7 @@ class EgmStore:
 
     def __init__(self, engine: Engine, buffers: Buffers, host_copier: HostCopier) -> None:
         self._engine = engine
+        self._driver = engine.driver
         self._buffers = buffers
         self._host_copier = host_copier
         self._locks = KeyLocks()
@@ -106,6 +108,7 @@ class EgmStore:
     ) -> None:
         self.close()
 
+    @keeps_device
     def close(self) -> None:
         """Abandon transfers under way (their copies are waited for), unmap everything. Twice is success."""
         with self._lock:
@@ -125,6 +128,7 @@ class EgmStore:
 
     # -- buffers
 
+    @keeps_device
     def register_buffer(self, address: int, nbytes: int) -> None:
         """Make a buffer known for transfers. Local-only: nothing of it is published. Raises `InvalidBuffer`."""
         self._open()
@@ -160,6 +164,7 @@ class EgmStore:
             keys, [[pair] for pair in zip(addresses, sizes, strict=True)], config=config, stream=stream
         )
 
+    @keeps_device
     def batch_put_from_multi_buffers(
         self,
         keys: Sequence[str],
@@ -184,6 +189,7 @@ class EgmStore:
         """Reserve and begin to copy, ordered after what ``stream`` holds; published by `Transfer.result`."""
         return Transfer(self.batch_put_from_async([key], [address], [nbytes], config=config, stream=stream))
 
+    @keeps_device
     def batch_put_from_async(
         self,
         keys: Sequence[str],
@@ -220,6 +226,7 @@ class EgmStore:
         finally:
             del kept
 
+    @keeps_device
     def _write_one(
         self, request: WriteRequest, config: ReplicateConfig | None, stream: int | None = None
     ) -> list[int | EgmError]:
@@ -254,6 +261,7 @@ class EgmStore:
             keys, [[pair] for pair in zip(addresses, capacities, strict=True)], stream=stream
         )
 
+    @keeps_device
     def batch_get_into_multi_buffers(
         self, keys: Sequence[str], buffers: Sequence[BufferList], *, stream: int | None = None
     ) -> list[int | EgmError]:
@@ -268,6 +276,7 @@ class EgmStore:
         says so."""
         return Transfer(self.batch_get_into_async([key], [address], [capacity], stream=stream))
 
+    @keeps_device
     def batch_get_into_async(
         self, keys: Sequence[str], addresses: Sequence[int], capacities: Sequence[int], *, stream: int | None = None
     ) -> BatchTransfer:
@@ -287,6 +296,7 @@ class EgmStore:
 
         return self._under_way(first, finish, lambda: None)
 
+    @keeps_device
     def get_range(self, key: str, offset: int, length: int, address: int, *, stream: int | None = None) -> int:
         """Get ``length`` bytes from ``offset`` of an object. Raises `InvalidRequest` when it has no such range."""
         self._open()
@@ -298,6 +308,7 @@ class EgmStore:
 
         return single(read_all(self._engine, [ReadRequest(key, layout=layout)], stream=stream))
 
+    @keeps_device
     def get(self, key: str) -> bytes:
         """A whole object as bytes. Raises as `get_into`."""
         self._open()
@@ -339,6 +350,7 @@ class EgmStore:
 
     # -- many small entries
 
+    @keeps_device
     def gather_into(
         self,
         keys: str | Sequence[str],

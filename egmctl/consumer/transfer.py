@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from egmctl.consumer.context import keeps_device
 from egmctl.consumer.errors import StoreClosed, TransferTimeout
 from egmctl.consumer.reader import ReadRound
 from egmctl.consumer.writer import WriteRound
@@ -24,16 +25,19 @@ class BatchTransfer:
         release: Callable[[], None],
     ) -> None:
         self._round = round_
+        self._driver = round_.driver
         self._finish = finish
         self._release = release
         self._lock = threading.Lock()
         self._results: list[int | EgmError] | None = None
         self._abandoned = False
 
+    @keeps_device
     def done(self) -> bool:
         """Whether the copies are over, without waiting. What they are worth only `result` says."""
         return self._results is not None or self._abandoned or self._round.done()
 
+    @keeps_device
     def result(self, timeout: float | None = None) -> list[int | EgmError]:
         """Bytes of each object, or its error. Waits up to ``timeout`` seconds for the copies (`TransferTimeout`; it may
         be called again), then checks lease, identity and Master, publishes puts, repeats gets where that is allowed."""
@@ -53,6 +57,7 @@ class BatchTransfer:
                 self._release()
             return list(self._results)
 
+    @keeps_device
     def abandon(self) -> None:
         """Wait for the copies, give a put's space back, believe nothing. After `result` it does nothing."""
         with self._lock:

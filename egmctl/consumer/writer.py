@@ -60,6 +60,7 @@ class WriteRound:
         stream: int | None = None,
     ) -> None:
         self._engine = engine
+        self.driver = engine.driver
         self._requests = requests
         self._config = config
         self._stream = stream
@@ -70,7 +71,14 @@ class WriteRound:
         self.outcomes: dict[int, int | EgmError | Again] = {}
 
     def start(self) -> None:
-        self._start(self._requests)
+        asked = []
+        for index, request in self._requests:
+            refusal = self._engine.oversize.refusal(request.key, request.nbytes)
+            if refusal is None:
+                asked.append((index, request))
+            else:
+                self.outcomes[index] = refusal
+        self._start(asked)
         # Space at endpoints that were bound only now was given back; it is asked for once more, now after binding.
         late = [(index, request) for index, request in self._requests if is_bound(self.outcomes.get(index))]
         if late:
@@ -79,7 +87,7 @@ class WriteRound:
             self._start(late)
 
     def _start(self, requests: Sequence[tuple[int, WriteRequest]]) -> None:
-        pieces = [requests[each] for each in split_batch(len(requests))]
+        pieces = [requests[each] for each in split_batch(len(requests))] if requests else []
         asked = deque(self._ask(piece) for piece in pieces[:AHEAD])
         for number, piece in enumerate(pieces):
             deadline, answer = asked.popleft()
@@ -106,7 +114,7 @@ class WriteRound:
         for (index, request), reserved in zip(requests, answers, strict=True):
             if isinstance(reserved, EgmError):
                 self._held.pop(request.key, None)  # the Master said no: there is nothing to give back
-                self.outcomes[index] = Again(reserved) if isinstance(reserved, NoSpace) else reserved
+                self.outcomes[index] = self._no_space(request, reserved) if isinstance(reserved, NoSpace) else reserved
                 continue
             try:
                 targets = self._only(reserved) or self._targets(reserved)
@@ -124,6 +132,11 @@ class WriteRound:
             self._copy(flights, routes, custom, deadline)
         if refused:
             self._revoke(refused)
+
+    def _no_space(self, request: WriteRequest, error: NoSpace) -> EgmError | Again:
+        """No space now, or none ever: the second is not asked for again, since the Master evicts others each time."""
+        self._engine.oversize.note(request.nbytes)
+        return self._engine.oversize.refusal(request.key, request.nbytes) or Again(error)
 
     def _only(self, reserved: Reserved) -> list[Target] | None:
         """The target of a put of one replica, where nothing is the matter with it."""

@@ -139,6 +139,12 @@ class CudaDriver:
                     self._contexts[device] = context
         self._call("cuCtxSetCurrent", context)
 
+    def current_context(self) -> int:
+        return int(self._call("cuCtxGetCurrent") or 0)
+
+    def set_current_context(self, context: int) -> None:
+        self._call("cuCtxSetCurrent", context)
+
     # virtual memory management
 
     def _location(self, location: Location) -> Any:

@@ -121,6 +121,12 @@ class Driver(Protocol):
     def use_device(self, device: int) -> None:
         """Retain the primary context once per process and make it current on this thread."""
 
+    def current_context(self) -> int:
+        """This thread's current context, whoever made it; 0 for none."""
+
+    def set_current_context(self, context: int) -> None:
+        """What `current_context` said, to be so again."""
+
     # virtual memory management
     def granularity(self, prop: AllocationProp, recommended: bool = False) -> int: ...
     def mem_create(self, nbytes: int, prop: AllocationProp) -> int: ...

@@ -142,6 +142,8 @@ class ModelDriver:
             self._counts[name] += 1
             count = self._counts[name]
         for fault in self.config.faults:
+            if fault.program and not any(fault.program in word for word in sys.orig_argv):
+                continue
             if fault.call == name and (fault.nth == 0 or fault.nth <= count < fault.nth + fault.times):
                 raise CudaError(name, fault.name, fault.number)
         if self._sticky is not None:
@@ -259,6 +261,15 @@ class ModelDriver:
     @call
     def use_device(self, device: int) -> None:
         self._local.device = self._known(device)
+
+    @call
+    def current_context(self) -> int:
+        device = getattr(self._local, "device", None)
+        return 0 if device is None else 0xC0 + int(device)
+
+    @call
+    def set_current_context(self, context: int) -> None:
+        self._local.device = self._known(context - 0xC0)
 
     # virtual memory management
 

@@ -54,6 +54,9 @@ class _Large:
             session = stack.enter_context(here.store.session(kept))
             places = [device_address(session, key) for key in kept]
             self.alone(places)
+            reads = [(key, 0, self.at(number), self.size) for number, key in enumerate(kept)]
+            times = here.seconds(lambda _: session.batch_read_into(reads))
+            here.row(f"get, {self.what}, session, all of them in one call", total, times, self.rates["get"], 0.97)
             times = here.seconds(lambda _: self.read_all(session, kept), 3, 1)
             here.row(f"get, {self.what}, session, one after the other", total, times, self.rates["get"])
         self.with_master(kept)
