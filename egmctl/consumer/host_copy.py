@@ -100,6 +100,26 @@ def _move(fragments: Sequence[Fragment]) -> None:
         ctypes.memmove(destination, source, nbytes)
 
 
+class _Share:
+    """A part of a copy, done once, by whoever claims it first."""
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        self._unclaimed = [fragments]
+        self.future: Future[None] = Future()
+
+    def run(self) -> None:
+        try:
+            fragments = self._unclaimed.pop()
+        except IndexError:
+            return
+        try:
+            _move(fragments)
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+
 class HostCopier:
     """Copies by the CPU. ``threads`` share large copies (the smaller of 4 and the CPUs, unless given)."""
 
@@ -116,7 +136,22 @@ class HostCopier:
         if total <= INLINE_UP_TO:
             _move(fragments)
             return Done()
-        return _Futures([self._executor().submit(_move, share) for share in self._shares(fragments, total)])
+        futures: list[Future[None]] = []
+        try:
+            for fragment_list in self._shares(fragments, total):
+                share = _Share(fragment_list)
+                futures.append(share.future)
+                self._hand_over(share)
+        except BaseException:
+            wait(futures[:-1])  # nobody else knows of them, and they use memory that may be unmapped after this
+            raise
+        return _Futures(futures)
+
+    def _hand_over(self, share: _Share) -> None:
+        try:
+            self._executor().submit(share.run)
+        except RuntimeError:  # no more threads, or closed; what it has queued before it failed finds nothing to do
+            share.run()
 
     def _shares(self, fragments: Sequence[Fragment], total: int) -> list[list[Fragment]]:
         if total <= SPLIT_FROM or self._threads == 1:

@@ -43,6 +43,31 @@ def test_many_fragments_are_shared_out_without_loss() -> None:
     copier.close()
 
 
+def test_where_no_thread_can_be_had_nothing_is_copied_after_the_copy_is_said_to_be_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nbytes = 12 * MIB
+    source, destination = Memory(nbytes), Memory(nbytes)
+    source.write(payload("z", nbytes))
+    copier = HostCopier(4)
+    start, started = threading.Thread.start, []
+
+    def only_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as few:
+        few.setattr(threading.Thread, "start", only_one)
+        assert copier.copy([(destination.address, source.address, nbytes)]).wait(10)
+    assert started
+    assert destination.read(nbytes) == payload("z", nbytes)
+    destination.write(bytes(nbytes))  # stands for the next owner of the memory
+    copier.close()
+    assert destination.read(nbytes) == bytes(nbytes)
+
+
 def test_a_group_waits_for_all_its_parts_also_when_one_failed() -> None:
     late = Slow(0.1)
 
