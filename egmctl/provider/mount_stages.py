@@ -12,6 +12,7 @@ from egmctl.ledger import is_running, start_time
 from egmctl.provider import segments
 from egmctl.provider.heartbeat import Heartbeat
 from egmctl.provider.listing import first_chunk_listed, foreign_segments
+from egmctl.provider.local_stages import Endpoint
 from egmctl.steps import step
 
 if TYPE_CHECKING:
@@ -98,8 +99,10 @@ class Publication:
     name = "publication"
 
     def do(self, pool: Pool) -> None:
-        self._establish_exclusive(pool)
         parts = pool.parts
+        if parts.endpoint is None and pool.metadata_url is None:  # closed for a move that did not come to its end
+            Endpoint.bind(pool, 0)
+        self._establish_exclusive(pool)
         with step("provider.register"):
             # Those that are registered are being moved from one Master to another.
             new = [chunk for _, chunk in sorted(parts.chunks.items()) if not parts.registry.holds(chunk)]

@@ -44,6 +44,7 @@ class Tender:
         self._vanished: dict[SegmentId, float] = {}
         self._probe_due = False
         self._engine_since: float | None = None
+        self._moving = False
 
     def tick(self) -> None:
         """One look, and what it asks for. Mends nothing unless the pool is mounted."""
@@ -51,9 +52,15 @@ class Tender:
         pool.tasks.refuse()
         if pool.state not in ("ready", "degraded"):
             self._vanished.clear()
-            self._probe_due = False
+            self._probe_due = self._moving = False
             return
         pool.task = self._task
+        self._moving = self._moving and pool.state == "degraded"  # else a command has mounted it meanwhile
+        if self._moving:
+            # Nothing is mounted before the move has come to its end: not under an endpoint that is closed already, nor
+            # under one whose descriptor is not out yet.
+            self._say(self._new_endpoint())
+            return
         reasons = [reason for reason in (self._engine(), self._master(), self._probe()) if reason]
         self._exclusive()
         self._say("; ".join(reasons))
@@ -198,24 +205,31 @@ class Tender:
             self._engine_since = None
             self._probe_due = True
             return ""
-        return self._new_endpoint()
-
-    def _new_endpoint(self) -> str:
-        """The data port cannot be had again, and running stock clients keep it for good: a new endpoint, and all
-        objects are given up."""
-        pool = self._pool
-        old = pool.record_now()
+        self._moving = True
+        self._not_before = 0.0
         loud = (
-            f"the data port of {old.endpoint} is lost: mounting all chunks under a new endpoint, their objects are lost"
+            f"the data port of {pool.record_now().endpoint} is lost: mounting all chunks under a new endpoint, their "
+            "objects are lost"
         )
         print(f"egmctl: WARNING: pool {pool.name}: {loud}", file=sys.stderr, flush=True)
         pool.warn(loud)
+        return loud
+
+    def _new_endpoint(self) -> str:
+        """The data port cannot be had again, and running stock clients keep it for good: a new endpoint, and all
+        objects are given up. Whatever interrupts the move, the next look goes on with it."""
+        pool = self._pool
+        if time.monotonic() < self._not_before:
+            return pool.reason
+        old = pool.record_now()
         try:
-            rows = list(old.live_segments)
-            with pool.record("moving to a new endpoint", old=old.endpoint) as ledger:
-                ledger.set_pool(exclusive=0)
-            segments.take_back(pool, old.master)
-            pool.task.wait(pool.plan.lease_ttl if rows else 0.0, stage="leases", text="waiting for leases to end")
+            if old.live_segments:
+                with pool.record("moving to a new endpoint", old=old.endpoint) as ledger:
+                    ledger.set_pool(exclusive=0)
+                segments.take_back(pool, old.master)
+            pool.task.wait(
+                max(0.0, pool.parts.quiet_until - time.monotonic()), stage="leases", text="waiting for leases to end"
+            )
             Publication().undo(pool)
             Engine().undo(pool)
             Endpoint().undo(pool)
@@ -229,6 +243,8 @@ class Tender:
             raise
         except EgmError as error:
             self._not_before = time.monotonic() + RETRY
-            return f"{loud}; it failed so far: {error.message}"
+            return f"moving to a new endpoint failed so far, and is tried again: {error.message}"
+        self._moving = False
         self._engine_since = None
+        self._not_before = 0.0
         return "mounting under a new endpoint"

@@ -313,6 +313,44 @@ def test_a_lost_data_port_moves_the_pool_to_a_new_endpoint_and_says_so(quick_mas
         teardown_now(agent)
 
 
+@pytest.mark.parametrize("site", ["handshake.bind", "provider.publish"])
+def test_a_move_to_a_new_endpoint_that_was_interrupted_is_finished_before_anything_is_mounted(
+    quick_master: Master, paths: Paths, site: str
+) -> None:
+    with mounted(quick_master, paths) as agent:
+        agent.pool.timing = Timing(check_interval=0.3, rpc_timeout=1.0, restart_patience=0.0)
+        old = agent.pool.record_now().endpoint
+        engine = agent.pool.parts.engine
+        assert engine is not None
+        assert engine.pid is not None
+        with traced(fail=(site, 1, "before")) as trace:
+            os.kill(engine.pid, signal.SIGKILL)
+            until(lambda: ready(agent) and "provider.probe.remove" in trace.sites(), 30)
+        assert trace.failed
+        assert agent.pool.record_now().endpoint != old
+        assert trace.index("done", "provider.publish") < trace.index("before", "mooncake.master.mount_segment")
+        assert fetch_descriptor(agent.pool.record_now().endpoint).egm is not None
+        teardown_now(agent)
+
+
+def test_a_move_that_has_to_wait_for_the_master_is_recorded_and_said_once(quick_master: Master, paths: Paths) -> None:
+    with mounted(quick_master, paths) as agent:
+        agent.pool.timing = Timing(check_interval=0.3, rpc_timeout=1.0, restart_patience=0.0)
+        engine = agent.pool.parts.engine
+        assert engine is not None
+        assert engine.pid is not None
+        quick_master.kill()
+        with traced() as trace:
+            os.kill(engine.pid, signal.SIGKILL)
+            until(lambda: "moving to a new endpoint failed so far" in agent.pool.reason)
+            commits = trace.sites().count("ledger.commit")
+            time.sleep(1.5)
+            assert trace.sites().count("ledger.commit") <= commits + 2
+        quick_master.start()
+        until(lambda: ready(agent), 30)
+        teardown_now(agent)
+
+
 def test_pings_go_on_time_while_the_worker_is_busy(quick_master: Master, paths: Paths) -> None:
     with mounted(quick_master, paths) as agent, traced() as trace:
         marks: list[float] = []
