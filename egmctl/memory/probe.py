@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,18 +92,22 @@ def attempt(kind: str, node: int) -> dict[str, Any]:
     from egmctl.memory.cuda import CudaProvider
 
     result: dict[str, Any] = {"kind": kind, "numa_node": node}
+    memory: CudaProvider | None = None
     try:
         memory = CudaProvider(kind, 0)  # type: ignore[arg-type]
         spec = ChunkSpec(0, node, memory.granularity(node))
-        try:
-            chunk = memory.create(spec, lambda _: None)
-            view = chunk.host_view()
-            view[0] = view[-1] = 1
-            view.release()
-            memory.release(chunk)
-        finally:
-            memory.close()
+        chunk = memory.create(spec, lambda _: None)
+        view = chunk.host_view()
+        view[0] = view[-1] = 1
+        view.release()
+        memory.release(chunk)
+        memory.close()
     except EgmError as error:
+        if memory is not None:
+            with suppress(EgmError):  # the first failure is the finding
+                for left in memory.chunks():
+                    memory.release(left)
+                memory.close()
         number = error.facts.get("number")
         outcome = _OUTCOMES.get(number, "failed") if isinstance(number, int) else "failed"
         facts: dict[str, Any] = {key: error.facts[key] for key in ("call", "name", "number") if key in error.facts}

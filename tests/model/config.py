@@ -34,13 +34,15 @@ class Device:
 
 @dataclass
 class Fault:
-    """The ``nth`` call (from 1) of a name, and ``times`` - 1 more, fail; nth 0: every call."""
+    """The ``nth`` call (from 1) of a name, and ``times`` - 1 more, fail; nth 0: every call. ``program``: only in
+    processes with this word in their command line."""
 
     call: str
     nth: int = 1
     times: int = 1
     name: str = "CUDA_ERROR_UNKNOWN"
     number: int = 999
+    program: str = ""
 
 
 @dataclass
