@@ -25,9 +25,17 @@ _MAX_FDS = 64  # the agent sends at most so many with one message
 
 def _connect(path: str, timeout: float) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    deadline = time.monotonic() + timeout
     try:
         link.settimeout(timeout)
-        link.connect(path)
+        while True:
+            try:
+                link.connect(path)
+                break
+            except BlockingIOError:  # the agent's backlog is full: with a time limit set, the kernel does not wait
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.02)
         check_peer(link, path)
     except PermissionError as error:
         link.close()
@@ -100,7 +108,7 @@ def _ask(link: socket.socket, request: dict[str, Any], timeout: float) -> tuple[
             if "event" in answer and "ok" not in answer:
                 continue
             break
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         _close(fds)
         raise ProviderGone(
             f"the agent gave no usable answer to {request['op']!r}: {error}",
@@ -213,7 +221,7 @@ class Watch:
                 event = json.loads(line)
                 if isinstance(event, dict) and event.get("event") == "withdrawn":
                     self.withdrawn.update(int(index) for index in event["chunks"])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 return False
         return True
 

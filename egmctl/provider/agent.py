@@ -151,7 +151,10 @@ class _Signals:
         self.count = 0
         self.wake = threading.Event()
         self._interactive = interactive
-        self._before = {number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGINT)}
+        wanted = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup(1) has it
+            wanted.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._take) for number in wanted}
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
@@ -187,8 +190,8 @@ def run_agent(
 
     ``started`` is called with the pool's status once it is provisioned (and mounted). A failure that was undone is
     raised; one that leaves something owned is given to ``failed`` (raised at the end when there is none) and the agent
-    lives on to keep it. SIGTERM and SIGINT tear down gracefully; a second one at once; with ``interactive`` a third
-    SIGINT ends the process where it is.
+    lives on to keep it. SIGTERM, SIGINT and SIGHUP (a terminal that was closed) tear down gracefully; a second one at
+    once; with ``interactive`` a third SIGINT ends the process where it is.
     """
     signals = _Signals(interactive=interactive)
     # A detached agent is not what its starter's supervisor supervises.

@@ -34,13 +34,16 @@ def provision(
     foreground: bool = False,
     progress: Progress = silent,
     started: Callable[[dict[str, Any]], None] | None = None,
+    failed: Callable[[EgmError], None] | None = None,
 ) -> dict[str, Any]:
     """Make the pool exist, and with ``mount`` ready; its status. Done already with the same plan is success
     (``already`` is then true).
 
-    In the ``foreground`` this process is the agent: ``started`` is called when the pool is there, and the return is
-    after its end. Raises `BusyError` for a pool that exists with another plan or is being worked on,
-    `CleanupPendingError` for what is left of one, `StalePlanError` and `PreflightError` when this machine cannot.
+    In the ``foreground`` this process is the agent: ``started`` is called when the pool is there, ``failed`` with an
+    error after which the agent goes on all the same (raised again at its end), and the return is after its end.
+
+    Raises `BusyError` for a pool that exists with another plan or is being worked on, `CleanupPendingError` for what is
+    left of one, `StalePlanError` and `PreflightError` when this machine cannot.
     """
     record = read_only(paths.ledger(plan.pool))
     if record is not None and record.state not in ENDED:
@@ -59,7 +62,7 @@ def provision(
         return {**start_agent(plan, paths, mount=mount, progress=progress), "already": False}
     from egmctl.provider.agent import run_agent
 
-    run_agent(plan, paths, mount=mount, progress=progress, started=started, interactive=True)
+    run_agent(plan, paths, mount=mount, progress=progress, started=started, failed=failed, interactive=True)
     return {"name": plan.pool, "state": "gone", "already": False}
 
 

@@ -30,6 +30,7 @@ class Job:
         self._error: BaseException | None = None
 
     def carry_out(self) -> None:
+        """Run it; nobody is told before `finish`."""
         try:
             self._result = self._run(self.task)
         except EgmError as error:
@@ -37,8 +38,10 @@ class Job:
         except Exception as error:
             traceback.print_exc(file=sys.stderr)  # the agent's log; people get the sentence
             self._error = FailedError(f"{self.task.name}: {type(error).__name__}: {error}", hint="see the agent's log")
-        finally:
-            self._done.set()
+
+    def finish(self) -> None:
+        """Let whoever waits have what came of it."""
+        self._done.set()
 
     def done(self, timeout: float) -> bool:
         return self._done.wait(timeout)
@@ -105,6 +108,10 @@ class Operator(threading.Thread):
                 continue
             if job is None:
                 return
-            job.carry_out()
-            with self._mutex:
-                self._job = None
+            try:
+                job.carry_out()
+            finally:
+                # Free first, told then: whoever waited may ask for the next thing at once.
+                with self._mutex:
+                    self._job = None
+                job.finish()

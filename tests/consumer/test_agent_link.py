@@ -109,6 +109,42 @@ def test_any_other_answer_is_refused_and_no_descriptor_is_left_open(
         until(lambda: open_files() <= before)
 
 
+def test_a_full_backlog_is_waited_for_and_given_up_in_time() -> None:
+    with tempfile.TemporaryDirectory(prefix="egm", dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = f"{folder}/s"
+        listener.bind(path)
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX) as first:
+            first.connect(path)  # nobody accepts it, and there is room for no other
+            began = time.monotonic()
+            with pytest.raises(ProviderGone):
+                export(path, 0, NONCE, 4096, 8192, 0.3)
+            assert 0.3 <= time.monotonic() - began < 3
+
+            def accept_late() -> None:
+                time.sleep(0.3)
+                listener.accept()[0].close()
+                link, _ = listener.accept()
+                with link:
+                    answering({"ok": True, "result": {"nonce": NONCE, "chunks": [row()]}})(link)
+
+            late = threading.Thread(target=accept_late, daemon=True)
+            late.start()
+            share = export(path, 0, NONCE, 4096, 8192, 5.0)
+            assert share.fd is not None
+            os.close(share.fd)
+            late.join()
+
+
+@pytest.mark.parametrize("fds", [0, 1])
+def test_an_answer_that_is_nested_too_deeply_is_refused(fds: int) -> None:
+    nested = b'{"a":' * 100_000 + b"\n"
+    before = open_files()
+    with peer(answering(nested, fds)) as path, pytest.raises(ProviderGone):
+        export(path, 0, NONCE, 4096, 8192, 5.0)
+    until(lambda: open_files() == before)
+
+
 def test_a_peer_that_does_not_answer_is_given_up_in_time() -> None:
     with peer(lambda link: time.sleep(5)) as path:
         started = time.monotonic()

@@ -23,7 +23,7 @@ from egmctl.provider import health
 from egmctl.provider.agent import run_agent
 from egmctl.provider.notify import Notifier
 from egmctl.provider.tending import Tender
-from tests.provider.pools import small_plan, until
+from tests.provider.pools import listed, small_plan, until
 from tests.support.master import Master
 
 
@@ -236,9 +236,26 @@ def test_a_unit_whose_mount_fails_is_never_ready(
     until(lambda: any("STATUS=provisioned" in text for text in supervisor.told), 30)
     time.sleep(1)
     assert "READY=1" not in supervisor.told
+    assert process.stderr is not None
+    os.set_blocking(process.stderr.fileno(), False)
+    said = process.stderr.read() or b""
+    assert b"the Master does not answer, the pool stays provisioned" in said
+    assert b"this agent goes on" in said
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert process.returncode == 1
+
+
+def test_a_closed_terminal_ends_an_agent_in_the_foreground_as_sigterm_does(
+    foreground: Foreground, supervisor: Supervisor, quick_master: Master
+) -> None:
+    process = foreground("--mount")
+    until(lambda: "READY=1" in supervisor.told, 30)
+    process.send_signal(signal.SIGHUP)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 0, stderr
+    assert supervisor.told.count("STOPPING=1") == 1
+    assert listed(quick_master) == []
 
 
 def test_a_teardown_that_a_client_asks_for_is_said_as_stopping(

@@ -369,6 +369,23 @@ def test_pings_go_on_time_while_the_worker_is_busy(quick_master: Master, paths: 
         teardown_now(agent)
 
 
+def test_whoever_was_told_the_end_of_a_command_finds_the_worker_free(quick_master: Master, paths: Paths) -> None:
+    with agent_here(small_plan(quick_master), paths) as agent:
+        gate = threading.Event()
+        job = agent.command("first", lambda task: gate.wait(20))
+        told: list[bool] = []
+
+        class Telling(threading.Event):
+            def set(self) -> None:
+                told.append(agent.operator.busy())
+                super().set()
+
+        job._done = Telling()
+        gate.set()
+        job.wait()
+        assert told == [False]
+
+
 def test_a_second_command_is_told_what_the_first_is(quick_master: Master, paths: Paths) -> None:
     with agent_here(small_plan(quick_master), paths) as agent:
         gate = threading.Event()

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from egmctl.cli.output import Output
+    from egmctl.errors import EgmError
     from egmctl.planning import Plan
 
 __all__ = ["EXAMPLES", "run"]
@@ -46,12 +47,16 @@ def run(
         output.emit("provision", {"pool": pool}, lambda: show_pools(output, [pool]))
         sys.stdout.flush()
 
+    def lament(error: EgmError) -> None:
+        output.error(error)
+        output.note(f"{plan.pool}: this agent goes on with what it has; egmctl status tells, egmctl teardown ends it")
+
     plan = _resolve(document)
     for warning in plan.warnings:
         output.warn(warning)
     if foreground:
         with Progress(output) as progress:
-            provision(plan, output.paths, mount=mount, foreground=True, progress=progress, started=tell)
+            provision(plan, output.paths, mount=mount, foreground=True, progress=progress, started=tell, failed=lament)
         return
     with Interrupts(output, f"pool {plan.pool}", "stopping and undoing"), Progress(output) as progress:
         pool = provision(plan, output.paths, mount=mount, progress=progress)
