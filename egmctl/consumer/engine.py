@@ -90,6 +90,15 @@ class Routes:
 
     def add(self, target: Target, part: Part, *, write: bool) -> None:
         """Raises `InvalidBuffer` when nothing copies between this buffer and this memory."""
+        device, fragment = self._route(target, part, write)
+        self._by_route.setdefault(device, []).append(fragment)
+
+    def add_all(self, moves: Sequence[tuple[Target, Part]], *, write: bool) -> None:
+        """All of them, or none when `add` would raise."""
+        for device, fragment in [self._route(target, part, write) for target, part in moves]:
+            self._by_route.setdefault(device, []).append(fragment)
+
+    def _route(self, target: Target, part: Part, write: bool) -> tuple[int | None, Fragment]:
         device = part.buffer.device if self._devices else None
         pool = target.address if device is None else target.device_address
         if pool is None:
@@ -99,8 +108,7 @@ class Routes:
                 hint="use pinned host memory or GPU memory, with devices=[...] given when connecting",
             )
         pool += part.offset
-        fragment = (pool, part.address, part.nbytes) if write else (part.address, pool, part.nbytes)
-        self._by_route.setdefault(device, []).append(fragment)
+        return device, (pool, part.address, part.nbytes) if write else (part.address, pool, part.nbytes)
 
     def __iter__(self) -> Iterator[tuple[int | None, list[Fragment]]]:
         return iter(self._by_route.items())
@@ -195,6 +203,8 @@ class Engine:
         started: list[Completion] = []
         try:
             for device, fragments in routes:
+                if device is None and stream is not None:
+                    self._wait_for(stream)
                 copier = self.host_copier if device is None or self.device_copier is None else self.device_copier
                 started.append(self.throttle.copy(copier, fragments, device=device, stream=stream, before=before))
         except BaseException:
@@ -203,6 +213,12 @@ class Engine:
         if not started:
             return Done()
         return started[0] if len(started) == 1 else Group(started)
+
+    def _wait_for(self, stream: int) -> None:
+        """The CPU cannot be queued behind a stream: it waits for what the stream holds."""
+        if self.driver is None:
+            raise InvalidRequest("a stream was given to a store without GPUs", hint="connect with devices=[...]")
+        self.driver.stream_synchronize(stream)
 
 
 AHEAD = 3

@@ -186,7 +186,10 @@ class EgmStore:
     def put_from_async(
         self, key: str, address: int, nbytes: int, *, config: ReplicateConfig | None = None, stream: int | None = None
     ) -> Transfer:
-        """Reserve and begin to copy, ordered after what ``stream`` holds; published by `Transfer.result`."""
+        """Reserve and begin to copy, ordered after what ``stream`` holds; published by `Transfer.result`.
+
+        Pageable memory is copied by the CPU, which waits here until the stream gets so far.
+        """
         return Transfer(self.batch_put_from_async([key], [address], [nbytes], config=config, stream=stream))
 
     @keeps_device

@@ -120,9 +120,8 @@ class WriteRound:
                 targets = self._only(reserved) or self._targets(reserved)
                 if request.custom is not None:
                     custom.append((request, targets))
-                for target in targets:
-                    for part in request.parts:
-                        routes.add(target, part, write=True)
+                # Nothing may be written for a put that is refused: its space is given back while the others are copied.
+                routes.add_all([(target, part) for target in targets for part in request.parts], write=True)
             except (EgmError, Again) as error:
                 self.outcomes[index] = error
                 refused.append(request.key)

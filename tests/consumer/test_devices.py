@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import random
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,7 @@ from egmctl.consumer.errors import (
     StaleAllocation,
     Unreachable,
 )
+from egmctl.consumer.host_copy import Completion
 from egmctl.memory.driver import CudaError, Driver, install_driver
 from tests.consumer.mini_provider import MiniProvider
 from tests.consumer.support import Memory, payload, until
@@ -252,6 +255,57 @@ def test_a_copy_is_ordered_after_what_its_stream_holds(master: Master, gpu: Gpu)
         gpu.driver.use_device(0)
         gpu.driver.stream_synchronize(stream)
         gpu.driver.stream_destroy(stream)
+
+
+def test_a_copy_by_the_cpu_is_ordered_after_what_its_stream_holds(master: Master, gpu: Gpu) -> None:
+    if gpu.model is None:
+        pytest.skip("work that the host does on a stream is queued on the model alone")
+    with provide(master, gpu, "shm"), open_store(master, gpu) as store:
+        gpu.driver.use_device(0)
+        memory, stream = Memory(MIB), gpu.driver.stream_create()
+        store.register_buffer(memory.address, MIB)
+        for work in (store.put_from, store.put_from_async):
+            memory.write(bytes(MIB))
+            gpu.model._stream(stream).put(lambda: (time.sleep(0.2), memory.write(payload("late", MIB)))[0])
+            transfer = work("k", memory.address, MIB, stream=stream)
+            assert (transfer if isinstance(transfer, int) else transfer.result()) == MIB
+            assert store.get("k") == payload("late", MIB)
+            store.remove("k", force=True)
+        gpu.driver.stream_destroy(stream)
+
+
+def test_a_stream_without_a_gpu_to_order_by_is_refused(master: Master) -> None:
+    with MiniProvider(master.address, chunks=[16 * MIB]), EgmStore.connect(master.address) as store:
+        memory = Memory(MIB)
+        store.register_buffer(memory.address, MIB)
+        with pytest.raises(InvalidRequest, match="stream"):
+            store.put_from("k", memory.address, MIB, stream=1)
+        assert not store.exists("k")
+
+
+def test_nothing_is_written_for_a_put_that_is_refused_beside_others(master: Master, gpu: Gpu) -> None:
+    with provide(master, gpu, "cuda-fabric"), open_store(master, gpu) as store:
+        buffer, memory = gpu.hbm(MIB), Memory(MIB)
+        store.register_buffer(buffer, MIB)
+        store.register_buffer(memory.address, MIB)
+        store.put_from("first", buffer, 100)  # binds the pool
+        copier, written = store._engine.device_copier, []
+        assert copier is not None
+        original = copier.copy
+
+        def copy(fragments: Sequence[tuple[int, int, int]], **options: Any) -> Completion:
+            written.extend(fragments)
+            return original(fragments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(copier, "copy", copy)
+            good, bad = store.batch_put_from_multi_buffers(
+                ["good", "bad"], [[(buffer, 1000)], [(buffer, 2000), (memory.address, 3000)]]
+            )
+        assert good == 1000
+        assert isinstance(bad, InvalidBuffer)
+        assert [nbytes for _, _, nbytes in written] == [1000]
+        assert not store.exists("bad")
 
 
 # fabric memory of another host: no socket to watch, and the endpoint is asked again after each copy
