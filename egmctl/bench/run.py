@@ -8,12 +8,13 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from egmctl import __version__
 from egmctl.bench.buffers import make_buffer
+from egmctl.bench.cleanup import remove_objects
 from egmctl.bench.pattern import pattern
 from egmctl.bench.statistics import latency_us, rate_gbps
 from egmctl.bench.stock import StockClient
@@ -44,6 +45,9 @@ class _Route(Protocol):
     def put(self, keys: Sequence[str], nbytes: int) -> tuple[list[int], int]: ...
     def get(self, keys: Sequence[str], nbytes: int) -> tuple[list[int], int]: ...
 
+    def stop(self) -> None:
+        """Called when the work is broken off: nothing is put from here on."""
+
 
 class _Direct:
     def __init__(self, store: EgmStore, device: int | None) -> None:
@@ -56,6 +60,9 @@ class _Direct:
             self._store.put_from(key, address, nbytes)
 
         return self._timed(keys, nbytes, one, fill=True)
+
+    def stop(self) -> None:
+        pass
 
     def get(self, keys: Sequence[str], nbytes: int) -> tuple[list[int], int]:
         def one(key: str, address: int) -> None:
@@ -97,6 +104,9 @@ class _Stock:
         taken, codes = self._client.put(keys, nbytes)
         self._note("put", next((code for code in codes if code != 0), None))
         return [ns for ns, code in zip(taken, codes, strict=True) if code == 0], sum(code != 0 for code in codes)
+
+    def stop(self) -> None:
+        self._client.close()
 
     def get(self, keys: Sequence[str], nbytes: int) -> tuple[list[int], int]:
         taken, codes, _ = self._client.get(keys, nbytes)
@@ -194,10 +204,11 @@ def _measure(
             keys = [f"{prefix}/{route}/{size}/{i}" for i in range(number + _WARM_UP)]
             try:
                 yield from _one(way, route, operations, keys, size)
+            except BaseException:
+                way.stop()
+                raise
             finally:
-                for key in keys:
-                    with suppress(EgmError):
-                        store.remove(key, force=True)
+                remove_objects(store, keys)
 
 
 def _one(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from egmctl.bench.buffers import make_buffer
+from egmctl.bench.cleanup import remove_objects
 from egmctl.bench.pattern import digest, pattern
 from egmctl.bench.stock import StockClient
 from egmctl.bench.target import Target, key_prefix
@@ -218,8 +219,7 @@ class Placement:
             except EgmError as error:
                 return CheckResult(where, "fail", str(error), "put, get and equal bytes", error.hint)
             finally:
-                with suppress(EgmError):
-                    facts.store.remove(key, force=True)
+                remove_objects(facts.store, [key])
             if difference is not None:
                 return CheckResult(
                     where, "fail", f"byte {difference} of {size} differs", "equal bytes", "take the pool out of use"
@@ -289,9 +289,7 @@ class StockClientAgrees:
                 _, put_codes = client.put([theirs], size)
                 got = facts.store.get(theirs) if put_codes == [0] else b""
         finally:
-            for key in (ours, theirs):
-                with suppress(EgmError):
-                    facts.store.remove(key, force=True)
+            remove_objects(facts.store, (ours, theirs))
         problems = []
         if codes != [size]:
             problems.append(f"its get of a direct put answered {codes[0]}")
