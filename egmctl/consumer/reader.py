@@ -89,6 +89,7 @@ class ReadRound:
         self._requests = requests
         self._stream = stream
         self._pieces: list[_Piece] = []
+        self._over = 0  # pieces whose copies were over while others were still located
         self.pins = Pins(engine.bindings, engine.mappings)
         self.outcomes: dict[int, int | EgmError | Again] = {}
 
@@ -108,6 +109,9 @@ class ReadRound:
             self._launch(piece, asked.popleft()())
             if number + AHEAD < len(pieces):  # while what was found is being copied
                 asked.append(self._ask(pieces[number + AHEAD]))
+            while self._over < len(self._pieces) and self._pieces[self._over].completion.done():
+                self._ask_again(self._pieces[self._over])
+                self._over += 1
 
     def _ask(self, requests: Sequence[tuple[int, ReadRequest]]) -> Answer[Location]:
         return self._engine.master.locate([request.key for _, request in requests])
@@ -143,8 +147,6 @@ class ReadRound:
         until = None if timeout is None else time.monotonic() + timeout
         before: _Piece | None = None
         for piece in self._pieces:
-            if piece.question is not None:
-                continue  # of an earlier call
             while True:
                 now = time.monotonic()
                 patience = max(0.05, (piece.lease_until - now) / 2)
@@ -159,7 +161,7 @@ class ReadRound:
                     return False
                 self._renew(piece)
             self._ask_again(piece)  # while the pieces behind it are still being copied
-            if before is not None and before.question is not None:
+            if before is not None and before.flights and before.question is not None and not before.judged:
                 with suppress(EgmError):  # `settle` tries it once more
                     self._judge(before, before.question())
             before = piece

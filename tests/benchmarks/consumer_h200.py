@@ -117,8 +117,13 @@ def main() -> int:
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, LocalMaster() as master:
-        world = World(master.address, master.admin_address, arguments.rehearse, str(Path(folder, "rows")))
-        Path(world.rows).touch()
+        world = World(
+            master.address,
+            master.admin_address,
+            arguments.rehearse,
+            arguments.json + ".rows" if arguments.json else str(Path(folder, "rows")),
+        )
+        Path(world.rows).write_text("")
         scale = world.scale
         with Pool("bench", master.address, master.admin_address, scale.pool, scale.chunk) as pool:
             print(f"pool ready after {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
