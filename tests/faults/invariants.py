@@ -47,10 +47,8 @@ def premature_releases(events: list[Event]) -> list[str]:
             published[pid].discard("endpoint")
         elif site == "metadata.put" and phase in ("before", "hit"):
             published[pid].add(detail["key"])
-        elif site in ("metadata.delete", "metadata.get") and phase == "after" and not failed:
-            # Found absent, or removed; a get that found it is followed by the delete.
-            if site == "metadata.delete":
-                published[pid].discard(detail["key"])
+        elif site == "ledger.commit" and phase == "after" and not failed and detail["what"] == "publication removed":
+            published[pid] &= {"endpoint"}  # found absent, or deleted; `residue` asks the server
         elif site in _RELEASES and phase == "before" and (alive[pid] or published[pid]):
             still = [f"segment {segment}" for segment in sorted(alive[pid])] + sorted(published[pid])
             wrong.append(f"{site} of chunk {detail.get('chunk')} while {', '.join(still)} may be known")
@@ -88,7 +86,10 @@ def repetitions(events: list[Event]) -> list[str]:
     for event in events:
         site, phase, detail, pid = event["site"], event["phase"], event["detail"], event["pid"]
         good = phase == "after" and not event.get("error")
-        if site == "mooncake.master.unmount_segment":
+        if phase == "hit" and event.get("mode") == "lost":  # done, and not known to be
+            unmounted.discard(tuple(detail.get("segment", ())))
+            released.discard((pid, site, detail.get("chunk")))
+        elif site == "mooncake.master.unmount_segment":
             segment = tuple(detail["segment"])
             if phase == "before" and segment in recorded:
                 wrong.append(f"segment {segment} unmounted again although the ledger had it as unmounted")
