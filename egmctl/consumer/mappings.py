@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 from egmctl.consumer.errors import StoreClosed
 from egmctl.errors import EgmError
-from egmctl.memory.base import Mapping
+from egmctl.memory.base import Mapping, ReleaseError
 
 __all__ = ["Lease", "MappingCache"]
 
@@ -112,6 +112,8 @@ class MappingCache:
                     del self._entries[key]
                 self._doomed.discard(entry)
                 self._bytes -= nbytes
+                if isinstance(error, ReleaseError) and error.left is not None:
+                    self._unclosed.append(error.left)  # a failed import that could not be undone either
             entry.future.set_exception(
                 error if isinstance(error, Exception) else EgmError(f"the import was interrupted ({error!r})")
             )
@@ -143,8 +145,16 @@ class MappingCache:
         self.drop(lambda key: True)
         with self._lock:
             again, self._unclosed = self._unclosed, []
+        failure: EgmError | None = None
         for mapping in again:
-            mapping.close()
+            try:
+                mapping.close()
+            except EgmError as error:
+                failure = failure or error
+                with self._lock:
+                    self._unclosed.append(mapping)
+        if failure is not None:
+            raise failure
 
     def _release(self, entry: _Entry) -> None:
         with self._lock:

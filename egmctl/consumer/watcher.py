@@ -26,7 +26,10 @@ class Watcher:
     def add(self, binding: Binding) -> None:
         assert binding.watch is not None
         with self._lock:
-            self._bindings[binding.watch.fileno()] = binding
+            number = binding.watch.fileno()
+            if number < 0:  # closed meanwhile by whoever noticed its end: nothing is left to be noticed
+                return
+            self._bindings[number] = binding
             if self._thread is None:
                 self._wake = socket.socketpair()
                 self._thread = threading.Thread(target=self._run, args=(self._wake[0],), name="egm-watch", daemon=True)

@@ -23,6 +23,7 @@ class ShmMapping:
         self.nbytes = nbytes
         self._address: int | None = None
         self._registered = False
+        self._device = 0
         self.device_address: int | None = None
 
     @property
@@ -40,13 +41,15 @@ class ShmMapping:
             driver.use_device(device)
         with step("memory.shm.register"):
             driver.host_register(self.address, self.nbytes)
-            self._registered = True
+            self._registered, self._device = True, devices[-1]
         self.device_address = driver.host_device_pointer(self.address)
 
     def close(self) -> None:
         if self._registered:
+            driver = get_driver()
+            driver.use_device(self._device)  # whichever thread closes it need not have a context
             with step("memory.shm.unregister"):
-                get_driver().host_unregister(self.address)
+                driver.host_unregister(self.address)
                 self._registered, self.device_address = False, None
         if self._address is not None:
             try:

@@ -15,7 +15,10 @@ import pytest
 
 from egmctl.consumer import agent_link
 from egmctl.consumer.agent_link import Watch, export
+from egmctl.consumer.binding import Binding
 from egmctl.consumer.errors import ProviderGone, StaleAllocation, Unreachable
+from egmctl.consumer.watcher import Watcher
+from egmctl.mooncake.descriptor import SegmentDescriptor
 from tests.consumer.support import open_files, until
 
 NONCE = "ab" * 16
@@ -217,3 +220,33 @@ def test_a_watch_that_says_nonsense_is_over() -> None:
         watch = Watch(path, 1.0)
         until(lambda: not watch.alive(), 0.9)
         watch.close()
+
+
+def test_a_watch_that_has_ended_before_it_is_added_does_not_end_the_watching() -> None:
+    links: list[socket.socket] = []
+
+    def serve(link: socket.socket) -> None:
+        link.recv(4096)
+        links.append(link.dup())
+        link.sendall(json.dumps({"ok": True, "result": {"nonce": NONCE, "pool": "p"}}).encode() + b"\n")
+
+    noticed: list[Binding] = []
+    watcher = Watcher(noticed.append)
+    empty = SegmentDescriptor("p", "tcp", ())
+    with peer(serve) as path:
+        first, second, third = (Binding("e", empty, Watch(path, 2.0), 0.0) for _ in range(3))
+        assert first.watch is not None
+        assert second.watch is not None
+        assert third.watch is not None
+        watcher.add(first)
+        second.watch.close()  # as the watching thread itself does when the agent dies just now
+        watcher.add(second)
+        watcher.add(third)
+        until(lambda: len(links) == 3)
+        links[2].close()
+        until(lambda: noticed == [third])
+        watcher.close()
+        first.watch.close()
+        third.watch.close()
+    for link in links:
+        link.close()

@@ -308,6 +308,20 @@ def test_nothing_is_written_for_a_put_that_is_refused_beside_others(master: Mast
         assert not store.exists("bad")
 
 
+@pytest.mark.parametrize("kind", ["shm", "cuda-posix"])
+def test_an_idle_mapping_goes_with_its_provider_from_a_thread_that_has_no_context(
+    master: Master, gpu: Gpu, kind: str
+) -> None:
+    with provide(master, gpu, kind) as provider, open_store(master, gpu) as store:
+        store.put("k", b"x" * 1000)
+        assert store._engine.mappings.count == 1
+        provider.kill()
+        until(lambda: store._engine.mappings.count == 0)  # noticed by the watching thread: the store is idle
+        until(lambda: store._engine.mappings._unclosed == [])
+        if gpu.model is not None:
+            until(lambda: gpu.model.leaks() == {})  # type: ignore[union-attr]
+
+
 # fabric memory of another host: no socket to watch, and the endpoint is asked again after each copy
 
 

@@ -167,7 +167,37 @@ def test_what_could_not_be_unmapped_is_tried_again_by_close() -> None:
     with pytest.raises(ReleaseError):
         cache.close()
     stubborn.failing = False
-    assert stubborn.closed == 0
-    cache._unclosed = [stubborn]
     cache.close()
     assert stubborn.closed == 1
+
+
+def test_one_that_cannot_be_unmapped_does_not_keep_the_others_mapped() -> None:
+    mappings = [Fake(), Fake(), Fake()]
+    cache = MappingCache()
+    for number, mapping in enumerate(mappings):
+        mapping.failing = True
+        cache.acquire(number, 10, lambda mapping=mapping: mapping).release()  # type: ignore[misc]
+    cache.drop(lambda key: True)
+    mappings[1].failing = mappings[2].failing = False
+    with pytest.raises(ReleaseError):
+        cache.close()
+    assert [mapping.closed for mapping in mappings] == [0, 1, 1]
+    mappings[0].failing = False
+    cache.close()
+    assert [mapping.closed for mapping in mappings] == [1, 1, 1]
+
+
+def test_what_a_failed_import_could_not_undo_is_undone_by_close() -> None:
+    left = Fake()
+
+    def fail() -> Fake:
+        error = ReleaseError("cuMemUnmap: no")
+        error.left = left  # type: ignore[assignment]
+        raise error
+
+    cache = MappingCache()
+    with pytest.raises(ReleaseError):
+        cache.acquire("k", 10, fail)
+    assert cache.count == 0
+    cache.close()
+    assert left.closed == 1
