@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import tempfile
 import time
 from contextlib import ExitStack, suppress
@@ -247,6 +248,9 @@ class _Demo:
         if self.plan is not None and not self.facts["ok"]:
             from egmctl.provider import teardown_pool
 
+            # Its state dir goes next: nobody could finish this later.
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
             with suppress(EgmError):
                 teardown_pool(self.plan.pool, self.paths, grace=0, now=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,9 @@ __all__ = ["Interrupts"]
 class Interrupts:
     """``with Interrupts(output, pool, "stopping and undoing"):`` around work that handles `KeyboardInterrupt` once.
 
-    SIGINT and SIGTERM both raise it. The work turns the first into a request to its agent and goes on listening; when
-    a second one gets out, whatever the agent was at may be half done, and that is cleanup pending (exit 4).
+    SIGINT, SIGTERM and (unless it is ignored, as under nohup) SIGHUP raise it. The work turns the first into a request
+    to its agent and goes on listening; when a second one gets out, whatever the agent was at may be half done, and that
+    is cleanup pending (exit 4).
     """
 
     def __init__(self, output: Output, pool: str, then: str) -> None:
@@ -30,7 +32,9 @@ class Interrupts:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -50,5 +54,6 @@ class Interrupts:
         self._count += 1
         if self._count == 1 and not self._output.quiet:
             # Not through the stream: it may be in the middle of a write of its own, and is not reentrant.
-            os.write(2, f"{signal.Signals(number).name}: {self._then}; once more stops at once\n".encode())
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"{signal.Signals(number).name}: {self._then}; once more stops at once\n".encode())
         raise KeyboardInterrupt

@@ -25,6 +25,8 @@ def run(context: typer.Context) -> int:
     is left. Needs a Mooncake wheel (the extra egmctl[mooncake]); uses a state dir of its own.
     """
     from egmctl.cli.demo import run_demo
+    from egmctl.cli.interrupts import Interrupts
 
     output: Output = context.obj
-    return run_demo(output, output.paths)
+    with Interrupts(output, "the demo", "tearing its pool down"):
+        return run_demo(output, output.paths)
