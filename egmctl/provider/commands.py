@@ -15,6 +15,7 @@ from egmctl.provider.control_client import SILENCE, AgentGone, ControlClient
 from egmctl.provider.pool import ENDED
 from egmctl.provider.progress import Progress, ProgressEvent, silent
 from egmctl.provider.report import compare_with_master, ledger_report
+from egmctl.provider.rescue import rescue_path
 from egmctl.steps import step
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ def teardown_pool(
     """
     record = _known(name, paths)
     if record.state in ENDED:
+        rescue_path(paths.runtime, name).unlink(missing_ok=True)
         return {"name": name, "state": record.state, "left": [], "warnings": [], "already": True}
     deadline = time.monotonic() + ANSWER_PATIENCE
     while agent_alive(record):
