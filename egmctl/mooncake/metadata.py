@@ -11,6 +11,7 @@ import http.client
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import quote, urlsplit
@@ -61,7 +62,7 @@ class MetadataClient:
 
     def __init__(self, url: str, *, timeout: float = 5.0) -> None:
         self.url = url
-        self._timeout = timeout
+        self.timeout = timeout
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -105,9 +106,10 @@ class MetadataClient:
         return None if data is None else parse_descriptor(data, where=f"{self.url} {te_endpoint}")
 
     def publish(
-        self, te_endpoint: str, descriptor: SegmentDescriptor
+        self, te_endpoint: str, descriptor: SegmentDescriptor, about_to: Callable[[], None] = lambda: None
     ) -> Literal["created", "same", "updated", "replaced-stale"]:
-        """Put a descriptor of this incarnation, which carries ``egm`` fields, and say what it found.
+        """Put a descriptor of this incarnation, which carries ``egm`` fields, and say what it found. ``about_to`` is
+        called when nothing but the PUT is left to do: what fails before has changed nothing at the server.
 
         One of another incarnation of the same pool is stale, since it is this one that has the endpoint now, and is
         replaced. Anybody else's, alive or not, is left alone: `ForeignDescriptorError`.
@@ -133,6 +135,7 @@ class MetadataClient:
                 return "same"
             else:
                 outcome = "updated"
+        about_to()
         self.put(key, data)
         return outcome
 
@@ -170,8 +173,8 @@ class MetadataClient:
 
     def _request(self, method: str, key: str, body: bytes | None = None) -> _Answer:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=self._timeout)
-        deadline = time.monotonic() + self._timeout
+        connection = kind(self._host, self._port, timeout=self.timeout)
+        deadline = time.monotonic() + self.timeout
         watchdog: threading.Timer | None = None
         expired = threading.Event()
         try:
@@ -197,7 +200,7 @@ class MetadataClient:
                 raise http.client.IncompleteRead(data, response.length)
         except (OSError, http.client.HTTPException) as error:
             late = expired.is_set() or isinstance(error, TimeoutError)
-            reason = f"no answer within {self._timeout:g} s" if late else str(error) or type(error).__name__
+            reason = f"no answer within {self.timeout:g} s" if late else str(error) or type(error).__name__
             raise MetadataUnreachable(
                 f"{method} of {key}: {reason}",
                 where=self.url,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from egmctl.errors import CleanupPendingError, FailedError
@@ -119,11 +120,14 @@ class Publication:
         data = descriptor.to_bytes()
         url = pool.metadata_url
         if url is not None:
-            with pool.record("publication begins", url=url, key=descriptor.name) as ledger:
-                ledger.put_resource("metadata", descriptor.name, "intended", url=url)
-            outcome = MetadataClient(url).publish(descriptor.name, descriptor)
+
+            def about_to() -> None:
+                with pool.record("publication begins", url=url, key=descriptor.name) as ledger:
+                    ledger.put_resource("metadata", descriptor.name, "intended", url=url)
+
+            outcome = MetadataClient(url).publish(descriptor.name, descriptor, about_to)
             with pool.record("published", url=url, key=descriptor.name, outcome=outcome) as ledger:
-                ledger.put_resource("metadata", descriptor.name, "present")
+                ledger.put_resource("metadata", descriptor.name, "present", url=url)
         with step("provider.publish", endpoint=descriptor.name, chunks=len(descriptor.buffers)):
             parts.published = data
         parts.descriptor = descriptor
@@ -139,7 +143,16 @@ class Publication:
         for resource in pool.resources("metadata"):
             url = str(resource.detail.get("url", pool.metadata_url or ""))
             pool.task.tell("metadata", f"removing {resource.name} from {url}")
-            MetadataClient(url).withdraw(resource.name, nonce)
+            client = MetadataClient(url)
+            found = client.withdraw(resource.name, nonce)
+            if resource.state == "intended" and not found:
+                pool.task.wait(
+                    client.timeout,
+                    stage="metadata",
+                    text=f"{resource.name} was put without an answer: looking whether it still arrives",
+                    until=partial(client.withdraw, resource.name, nonce),
+                    slice_s=0.25,
+                )
             with pool.record("publication removed", url=url, key=resource.name) as ledger:
                 ledger.put_resource("metadata", resource.name, "removed")
         if pool.live is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -20,7 +22,18 @@ from egmctl.mooncake.handshake import fetch_descriptor
 from egmctl.mooncake.master import MasterClient, Segment
 from egmctl.paths import Paths
 from egmctl.provider import ProgressEvent, forget, mount_pool, pool_status, provision, teardown_pool
-from tests.provider.pools import agents, children_of, listed, nothing_left, private_paths, small_plan, until
+from tests.provider.pools import (
+    agent_here,
+    agents,
+    children_of,
+    listed,
+    nothing_left,
+    private_paths,
+    run,
+    small_plan,
+    teardown_now,
+    until,
+)
 from tests.support.master import Master
 
 
@@ -411,6 +424,75 @@ def test_with_a_metadata_server_the_descriptor_lies_there_under_a_key_of_this_ag
         assert again["endpoint"] != key
         teardown_pool("dev", paths, now=True)
         assert MetadataClient(master.metadata_url).fetch(again["endpoint"]) is None
+
+
+def test_a_metadata_server_that_is_down_at_mount_leaves_the_pool_provisioned(
+    quick_master: Master, paths: Paths
+) -> None:
+    plan = small_plan(quick_master, metadata_server=f"http://127.0.0.1:{free_port()}/metadata")
+    provision(plan, paths)
+    with pytest.raises(FailedError, match=r"GET of .*refused") as caught:
+        mount_pool("dev", paths)
+    assert caught.value.exit_code == 1
+    assert status(paths)["state"] == "provisioned"
+    teardown_pool("dev", paths)
+    assert status(paths)["state"] == "gone"
+
+
+class _Late(http.server.BaseHTTPRequestHandler):
+    """A metadata server that is slow to take what it is given, and gives no answer to it."""
+
+    store: ClassVar[dict[str, bytes]]
+    late: threading.Event
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.late.clear()
+        self.late.wait(20)  # for whoever looks next
+        time.sleep(0.5)
+        self.store[self.path] = body
+
+    def do_GET(self) -> None:
+        self.late.set()
+        found = self.store.get(self.path)
+        self._say(404 if found is None else 200, found or b"")
+
+    def do_DELETE(self) -> None:
+        self._say(200 if self.store.pop(self.path, None) is not None else 404, b"")
+
+    def _say(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_descriptor_that_arrives_after_its_put_was_given_up_is_removed_all_the_same(
+    quick_master: Master, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from egmctl.mooncake.metadata import MetadataClient
+
+    monkeypatch.setitem(MetadataClient.__init__.__kwdefaults__ or {}, "timeout", 1.5)
+
+    class Handler(_Late):
+        store: ClassVar = {}
+        late = threading.Event()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        plan = small_plan(quick_master, metadata_server=f"http://127.0.0.1:{server.server_port}/metadata")
+        with agent_here(plan, paths) as agent:
+            run(agent, "provision", agent.pool.provision)
+            with pytest.raises(FailedError, match=r"PUT of .*no answer"):
+                run(agent, "mount", agent.pool.mount)
+            assert agent.pool.state == "provisioned"
+            time.sleep(1.0)
+            assert Handler.store == {}
+            teardown_now(agent)
+        server.shutdown()
 
 
 def test_a_second_master_is_refused_while_the_first_lists_the_chunks(quick_master: Master, paths: Paths) -> None:
