@@ -122,6 +122,7 @@ class Submitted:
                 self._error = error
                 self._over = True
                 self._borrowed.pool.forget(self)
+                self._borrowed.pool.lose()
                 return
             word = self._borrowed.word
             if word is not None and word.raised():

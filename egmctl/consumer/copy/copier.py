@@ -84,8 +84,8 @@ class GpuCopier:
         pool = self._pool(device)
         borrowed = pool.borrow()
         driver = self._driver
-        small, large = self._split(flat, smallest, largest, pool.device, strategy or self._options.strategy)
         try:
+            small, large = self._split(flat, smallest, largest, pool.device, strategy or self._options.strategy)
             after = None
             if stream is not None:
                 after = borrowed.event()
@@ -273,8 +273,9 @@ def abandon(borrowed: Borrowed, stream: int | None = None) -> None:
     try:
         for used in (*borrowed.streams, *([] if stream is None else [stream])):
             driver.stream_synchronize(used)
-    except CudaError:
-        return  # the context is lost, and what was borrowed with it
+    except CudaError:  # the context is lost, and what was borrowed with it
+        borrowed.pool.lose()
+        return
     borrowed.give_back()
 
 

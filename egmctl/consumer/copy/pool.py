@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +26,7 @@ _SMALLEST = 4 * KIB
 _KEEP_FREE = 256 * MIB  # free blocks beyond this are given back to the driver
 _WORDS = 128
 _SWEEP_FROM = 8
+_QUEUEING = 10.0  # seconds that queueing one copy may take, the compiler included
 _COUNTS_BYTES = 4 * (BINS + 1)
 
 
@@ -121,14 +123,17 @@ class DevicePool:
         self._word_pages: list[tuple[int, int]] = []
         self._in_flight: set[Submitted] = set()
         self._sweep_from = _SWEEP_FROM
+        self._lent = 0  # copies that have not given back yet: close() waits for them
         self._closed = False
 
     def borrow(self) -> Borrowed:
         """The device's context is current afterwards. Raises `StoreClosed`."""
-        if self._closed:
-            raise StoreClosed("the copier is closed", where=f"GPU {self.device}")
         self.driver.use_device(self.device)
         self._here.entered = True
+        with self._lock:
+            if self._closed:
+                raise StoreClosed("the copier is closed", where=f"GPU {self.device}")
+            self._lent += 1
         return Borrowed(self)
 
     def enter(self) -> None:
@@ -221,10 +226,18 @@ class DevicePool:
                     self._free.setdefault((block.kind, block.nbytes), []).append(block)
                     self._free_bytes += block.nbytes
         borrowed.streams, borrowed.events, borrowed.blocks, borrowed.word = [], [], [], None
-        if surplus:
-            self.driver.use_device(self.device)
-            for block in surplus:
-                (self.driver.host_free if block.kind == "pinned" else self.driver.mem_free)(block.address)
+        try:
+            if surplus:
+                self.driver.use_device(self.device)
+                for block in surplus:
+                    (self.driver.host_free if block.kind == "pinned" else self.driver.mem_free)(block.address)
+        finally:
+            self.lose()
+
+    def lose(self) -> None:
+        """What one copy has borrowed does not come back (any more): its device's context is lost."""
+        with self._lock:
+            self._lent -= 1
 
     def track(self, copy: Submitted) -> None:
         """Remember a copy until it is over, also when nobody waits for it."""
@@ -247,8 +260,8 @@ class DevicePool:
             if self._closed:
                 return
             self._closed = True
-        for copy in self._in_flight.copy():
-            copy.settle()
+        if not self._drain():
+            return
         self.driver.use_device(self.device)
         with self._lock:
             streams, self._every_stream, self._streams = self._every_stream, [], []
@@ -272,3 +285,18 @@ class DevicePool:
                     failure = failure or error
         if failure is not None:
             raise failure
+
+    def _drain(self) -> bool:
+        """Until every copy has given back what it borrowed, those included that other threads are queueing: destroying
+        a stream under one ends the process. False when one never does (its call was torn out of it by a signal)."""
+        until = time.monotonic() + _QUEUEING
+        while True:
+            for copy in self._in_flight.copy():
+                copy.settle()
+                until = time.monotonic() + _QUEUEING
+            with self._lock:
+                if self._lent == 0:
+                    return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.0005)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from egmctl.consumer.copy import CopyOptions, Kernels, Strategy, install_kernels, make_copier
 from egmctl.consumer.copy.jobs import TableJob
 from egmctl.consumer.errors import InvalidRequest, StoreClosed
-from egmctl.errors import PreflightError
+from egmctl.errors import EgmError, PreflightError
 from egmctl.memory.driver import CudaError
 from tests.consumer.copy.conftest import ROOM, Machine, ModelMachine
 from tests.model.config import Fault
@@ -166,6 +166,45 @@ def test_close_gives_back_everything_and_refuses_more(model: ModelMachine) -> No
     assert model.driver.leaks() == before
     with pytest.raises(StoreClosed):
         copier.copy([(destination, source, 1)], device=0)
+
+
+@pytest.mark.parametrize("during", ["stream_create", "event_record"])
+def test_close_waits_for_a_copy_that_another_thread_is_queueing(
+    model: ModelMachine, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    copier = model.copier()
+    source, destination = model.hbm(), model.dram()
+    model.write(source, b"\x5a" * ROOM)
+    queueing, go = threading.Event(), threading.Event()
+    original = getattr(model.driver, during)
+
+    def slow(*arguments: int) -> object:
+        result = original(*arguments)
+        queueing.set()
+        assert go.wait(10)
+        return result
+
+    monkeypatch.setattr(model.driver, during, slow)
+    outcome: list[object] = []
+
+    def copy() -> None:
+        try:
+            outcome.append(copier.copy([(destination, source, ROOM)]).wait(10))
+        except EgmError as error:
+            outcome.append(error)
+
+    worker, closer = threading.Thread(target=copy), threading.Thread(target=copier.close)
+    worker.start()
+    assert queueing.wait(10)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive(), "its stream would be destroyed under it"
+    go.set()
+    worker.join(10)
+    closer.join(10)
+    assert outcome == [True]
+    assert model.read(destination, ROOM) == b"\x5a" * ROOM
+    assert {"streams", "events"}.isdisjoint(model.driver.leaks())
 
 
 def test_copies_that_nobody_waits_for_do_not_pile_up(model: ModelMachine) -> None:
