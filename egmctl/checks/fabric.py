@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import ClassVar
 
 from egmctl.checks.base import CheckResult
 from egmctl.checks.machine import Machine
+from egmctl.programs import ask_program
 from egmctl.steps import step
 
 __all__ = ["FabricHealth", "FabricPeer", "ImexChannelFile", "ImexService", "MooncakeEnvironment", "NvlinkWheel"]
@@ -93,28 +91,10 @@ class ImexService:
 
 
 def _ask(command: list[str], seconds: float) -> tuple[str, int]:
-    """The first 200 characters of what a program says, and its exit status. Raises `OSError` and `TimeoutExpired`;
-    then it is killed with all that it has started, and not waited for long: a driver may not let go of it."""
+    """The first 200 characters of what a program says, and its exit status. Raises as `ask_program`."""
     with step("checks.imex.ask"):
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            answer, _ = process.communicate(timeout=seconds)
-        except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(2.0)
-            raise
-        finally:
-            if process.stdout is not None:
-                process.stdout.close()
-    return answer.decode("utf-8", "replace").strip()[:200], process.returncode
+        done = ask_program(command, seconds)
+    return done.stdout.decode("utf-8", "replace").strip()[:200], done.returncode
 
 
 class FabricPeer:

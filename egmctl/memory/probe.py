@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from egmctl.memory.base import MemoryKind
+from egmctl.programs import ask_program
 from egmctl.steps import step
 
 __all__ = ["PROBE_SECONDS", "Outcome", "ProbeResult", "main", "probe"]
@@ -49,9 +50,7 @@ def probe(kind: MemoryKind, numa_node: int, *, timeout: float = PROBE_SECONDS) -
     began = time.monotonic()
     try:
         with step("memory.probe.run", numa_node=numa_node):
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False, close_fds=True
-            )
+            done = ask_program(command, timeout)
     except subprocess.TimeoutExpired:
         return ProbeResult(kind, numa_node, "timeout", f"no answer within {timeout:g} s", seconds=timeout)
     except OSError as error:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from egmctl.errors import PreflightError
+from egmctl.programs import ask_program
 from egmctl.steps import step
 
 __all__ = ["WheelInfo", "find_master_binary", "require_nvlink", "require_transfer_engine", "wheel_info"]
@@ -101,9 +102,7 @@ def _probe(timeout: float) -> WheelInfo:
     found = WheelInfo(False, distribution or "mooncake", version, flavour)
     try:
         with step("wheel.probe"):
-            done = subprocess.run(
-                [sys.executable, "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout
-            )
+            done = ask_program([sys.executable, "-c", _PROBE], timeout)
     except subprocess.TimeoutExpired:
         return replace(found, error=f"importing the wheel took more than {timeout:g} s")
     except OSError as error:
