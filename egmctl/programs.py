@@ -18,8 +18,8 @@ KILL_SECONDS = 2.0
 def ask_program(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[bytes]:
     """What it says on both streams, and its exit status; it reads nothing.
 
-    Raises `OSError` when it cannot be started, and `subprocess.TimeoutExpired` after ``seconds``: then it is killed with
-    all that it has started.
+    Raises `OSError` when it cannot be started, and `subprocess.TimeoutExpired` after ``seconds``: then it and all that
+    it has started are killed.
     """
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
