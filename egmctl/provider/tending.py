@@ -186,8 +186,10 @@ class Tender:
     def _engine(self) -> str:
         pool = self._pool
         engine = pool.parts.engine
-        if engine is None or engine.alive():
+        if engine is None:
             return ""
+        if engine.alive():
+            return self._engine_is_back() if self._engine_since is not None else ""
         now = time.monotonic()
         if self._engine_since is None:
             self._engine_since = now
@@ -200,11 +202,7 @@ class Tender:
                 engine.restart(timeout=min(10.0, max(1.0, patience)))
             except EgmError as error:
                 return f"the Transfer Engine child died and could not be replaced yet: {error.message}"
-            Engine.note(pool)
-            pool.meters.count("engine_restarts")
-            self._engine_since = None
-            self._probe_due = True
-            return ""
+            return self._engine_is_back()
         self._moving = True
         self._not_before = 0.0
         loud = (
@@ -214,6 +212,14 @@ class Tender:
         print(f"egmctl: WARNING: pool {pool.name}: {loud}", file=sys.stderr, flush=True)
         pool.warn(loud)
         return loud
+
+    def _engine_is_back(self) -> str:
+        """Record the child that serves now; a record that cannot be made is tried again at the next look."""
+        Engine.note(self._pool)
+        self._pool.meters.count("engine_restarts")
+        self._engine_since = None
+        self._probe_due = True
+        return ""
 
     def _new_endpoint(self) -> str:
         """The data port cannot be had again, and running stock clients keep it for good: a new endpoint, and all
