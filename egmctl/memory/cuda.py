@@ -171,7 +171,9 @@ class CudaProvider:
     """`ProviderMemory` for the CUDA kinds; the GPUs in ``devices`` (all visible ones when None) get access.
 
     Addresses come from one reservation for the whole pool, made by the first chunk, handed out upwards and never
-    twice; chunks created beyond ``total_bytes`` (one released and made anew) get a further reservation.
+    twice; chunks created beyond ``total_bytes`` (one released and made anew) get a further reservation. Each lies
+    somewhere random: left to itself the driver gives every fresh process the same address, and a stock consumer that
+    remembers an earlier agent's mappings by endpoint and address would take them for this one's.
     """
 
     def __init__(
@@ -281,9 +283,15 @@ class CudaProvider:
         return address
 
     def _reserve(self, nbytes: int, alignment: int, hint: int | None) -> int:
+        wish = linux.unlikely_address(alignment) if hint is None else hint
         with step("memory.cuda.reserve", nbytes=nbytes):
-            address = self._driver.address_reserve(nbytes, alignment, hint or 0)
+            address = self._driver.address_reserve(nbytes, alignment, wish)
             self._ranges.append((address, nbytes))
+        if hint is None and address != wish:
+            self.warnings.append(
+                "the driver chose the pool's addresses itself: after a restart on the same fixed port, start the stock "
+                "consumers anew as well, since they remember mappings by endpoint and address"
+            )
         if hint is not None and address != hint:
             self.close()
             raise FailedError(f"the driver gave {address:#x} instead", where=f"address {hint:#x}")

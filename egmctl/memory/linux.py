@@ -32,6 +32,7 @@ __all__ = [
     "reserved_huge_pages",
     "seal",
     "set_node",
+    "unlikely_address",
     "unmap",
     "view",
     "writable_ranges",
@@ -189,10 +190,8 @@ def reserve(nbytes: int, alignment: int, hint: int | None = None) -> int:
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
     if hint is not None:
         return _mmap_exactly(hint, nbytes, _PROT_NONE, flags, -1)
-    chance = random.SystemRandom()
     for _ in range(8):
-        wish = chance.randrange(1 << 44, 1 << 46)
-        wish -= wish % alignment
+        wish = unlikely_address(alignment)
         try:
             return _mmap_exactly(wish, nbytes, _PROT_NONE, flags, -1)
         except OSError as error:
@@ -206,6 +205,12 @@ def reserve(nbytes: int, alignment: int, hint: int | None = None) -> int:
     if rest:
         unmap(address + nbytes, rest)
     return address
+
+
+def unlikely_address(alignment: int) -> int:
+    """Somewhere random in [2^44, 2^46), where neither programs, libraries nor drivers go by themselves."""
+    wish = random.SystemRandom().randrange(1 << 44, 1 << 46)
+    return wish - wish % alignment
 
 
 def reserve_over(address: int, nbytes: int) -> None:
