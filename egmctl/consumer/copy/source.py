@@ -211,6 +211,7 @@ __device__ __forceinline__ u32 before_me(u32 mine) {
 extern "C" __global__ void egm_bin(const EntryJob job) {
   u32 *counts = reinterpret_cast<u32 *>(job.counts);
   u32 *ranks = reinterpret_cast<u32 *>(job.ranks);
+  Item *items = reinterpret_cast<Item *>(job.items);
   const u64 threads = (u64)gridDim.x * blockDim.x;
   const u32 lane = threadIdx.x & 31;
   for (u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x - lane; first < job.count; first += threads) {
@@ -223,7 +224,10 @@ extern "C" __global__ void egm_bin(const EntryJob job) {
     u32 base = 0;
     if (bin != EGM_BAD && lane == leader) base = atomicAdd(counts + bin, (u32)__popc(peers));
     base = __shfl_sync(0xffffffffu, base, leader);
-    if (i < job.count) ranks[i] = bin == EGM_BAD ? EGM_BAD : base + __popc(peers & ((1u << lane) - 1));
+    if (i < job.count) {
+      ranks[i] = bin == EGM_BAD ? EGM_BAD : base + __popc(peers & ((1u << lane) - 1));
+      items[i] = {0, 0};  // an earlier gather's, should egm_place leave it out: offsets may change meanwhile
+    }
   }
   // the last block to arrive sums up, and leaves counts as it found them: zero
   __shared__ bool last;
@@ -261,7 +265,7 @@ extern "C" __global__ void egm_place(const EntryJob job) {
     if (rank == EGM_BAD) continue;
     const u64 remote = locate(job, i);
     const u64 place = (u64)starts[(u32)(remote >> job.page_shift) & (job.bins - 1)] + rank;
-    // offsets that somebody changes meanwhile must not lead out of the array
+    // offsets that somebody changes meanwhile must not lead out of the array; what they leave unwritten is zero
     if (remote && place < job.count) items[place] = {remote, i};
   }
 }
