@@ -40,6 +40,7 @@ def rescue(runtime: Path, record: PoolRecord | None, extra: dict[str, Any]) -> P
     try:
         fd = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
+            os.fchmod(fd, 0o600)
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())
