@@ -70,13 +70,19 @@ def make_private_dir(path: Path) -> None:
             path.chmod(0o700)
         except FileExistsError:
             pass
-        status = path.stat()
+        status, link = path.stat(), path.lstat()
     except OSError as error:
         raise PreflightError(
             f"cannot make the folder: {error.strerror or error}",
             where=str(path),
             hint="give another place with --state-dir, or make it writable for this user",
         ) from error
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):  # who can lead it elsewhere at any time
+        raise PreflightError(
+            f"is a link that belongs to uid {link.st_uid}",
+            where=str(path),
+            hint="remove it, or give another --state-dir",
+        )
     if not stat.S_ISDIR(status.st_mode):
         raise PreflightError("is not a folder", where=str(path), hint="move it away, or give another --state-dir")
     if status.st_uid != os.geteuid():

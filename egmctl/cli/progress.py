@@ -38,6 +38,8 @@ class Progress:
         self._said = 0.0
         self._text = ""
         self._counted = False
+        self.warned: set[str] = set()
+        """Warnings that were shown."""
 
     def __enter__(self) -> Progress:
         if not self._output.quiet and wants_colour(sys.stderr):
@@ -55,7 +57,10 @@ class Progress:
         if self._output.quiet:
             return
         try:
-            if self._bar is not None:
+            if event.stage == "warning":
+                self.warned.add(event.text)
+                self._output.warn(event.text)  # the bar lets what is printed pass above it
+            elif self._bar is not None:
                 self._draw(self._bar, event)
             else:
                 self._print(event)

@@ -25,6 +25,9 @@ __all__ = ["SCHEMA_VERSION", "Ledger", "LedgerUnreadable", "LedgerWriteError", "
 SCHEMA_VERSION = 1
 _APPLICATION_ID = 0x65676D31  # "egm1"
 
+LOCK_SECONDS = 5.0
+"""How long a reader waits for a commit: on a disk that syncs slowly it is not short."""
+
 _SCHEMA = """
 CREATE TABLE pool (
     one INTEGER PRIMARY KEY CHECK (one = 1),
@@ -79,6 +82,12 @@ def _pair(text: str) -> SegmentId:
 
 
 def _unreadable(path: Path, error: Exception) -> LedgerUnreadable:
+    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+        return LedgerUnreadable(
+            f"the ledger's owner has been writing it for more than {LOCK_SECONDS:g} s",
+            where=str(path),
+            hint="try again; if it stays so, see whether the disk under it answers (dmesg)",
+        )
     return LedgerUnreadable(
         f"the ledger cannot be read: {error}",
         where=str(path),
@@ -91,7 +100,11 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     from urllib.parse import quote
 
     return sqlite3.connect(
-        f"file:{quote(os.fspath(path))}?mode={mode}", uri=True, isolation_level=None, check_same_thread=False, timeout=5
+        f"file:{quote(os.fspath(path))}?mode={mode}",
+        uri=True,
+        isolation_level=None,
+        check_same_thread=False,
+        timeout=LOCK_SECONDS,
     )
 
 

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +280,18 @@ def test_a_pid_is_the_same_process_only_with_the_same_start() -> None:
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not is_running(child.pid, start_time(child.pid))  # a zombie is gone
     child.wait()
+
+
+def test_a_ledger_that_is_being_written_for_long_is_not_called_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("egmctl.ledger.store.LOCK_SECONDS", 0.2)
+    path = tmp_path / "dev.db"
+    create(path).close()
+    with closing(sqlite3.connect(path, isolation_level=None)) as owner:
+        owner.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(LedgerUnreadable, match="owner has been writing it") as caught:
+            read_only(path)
+        assert "move it away" not in caught.value.hint
+        owner.execute("ROLLBACK")
+    assert read_only(path) is not None

@@ -51,3 +51,15 @@ def test_a_runtime_folder_that_others_can_write_is_refused(tmp_path: Path) -> No
     paths.runtime.parent.chmod(0o777)
     with pytest.raises(PreflightError, match="writable by others"):
         prepare(paths)
+
+
+def test_a_link_is_followed_unless_it_is_somebody_elses(tmp_path: Path) -> None:
+    paths = Paths(tmp_path / "state", tmp_path / "egmctl-0" / "run")
+    (tmp_path / "own").mkdir(mode=0o700)
+    paths.runtime.parent.symlink_to(tmp_path / "own")
+    prepare(paths)
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a link away")
+    os.lchown(paths.runtime.parent, 12345, 12345)
+    with pytest.raises(PreflightError, match="a link that belongs to uid 12345"):
+        prepare(paths)

@@ -53,18 +53,23 @@ def run(
         return _every(output, seconds, now, abandon)
     from egmctl.cli.pools import known_name
 
-    row = _one(output, known_name(pool), seconds, now, abandon)
-    output.emit("teardown", {"pools": [row]}, lambda: _say(output, row))
+    told: set[str] = set()
+    row = _one(output, known_name(pool), seconds, now, abandon, told)
+    output.emit("teardown", {"pools": [row]}, lambda: _say(output, row, told))
     return 0
 
 
-def _one(output: Output, pool: str, grace: float, now: bool, abandon: bool) -> dict[str, Any]:
+def _one(output: Output, pool: str, grace: float, now: bool, abandon: bool, told: set[str]) -> dict[str, Any]:
+    """``told`` gets the warnings that were shown on the way."""
     from egmctl.cli.interrupts import Interrupts
     from egmctl.cli.progress import Progress
     from egmctl.provider import teardown_pool
 
     with Interrupts(output, f"pool {pool}", "stopping; what is undone stays undone"), Progress(output) as progress:
-        return teardown_pool(pool, output.paths, grace=grace, now=now, abandon=abandon, progress=progress)
+        try:
+            return teardown_pool(pool, output.paths, grace=grace, now=now, abandon=abandon, progress=progress)
+        finally:
+            told |= progress.warned
 
 
 def _every(output: Output, grace: float, now: bool, abandon: bool) -> int:
@@ -73,9 +78,10 @@ def _every(output: Output, grace: float, now: bool, abandon: bool) -> int:
 
     rows: list[dict[str, Any]] = []
     worst = 0
+    told: set[str] = set()
     for known in pool_status(output.paths, compare=False):
         try:
-            rows.append(_one(output, known["name"], grace, now, abandon))
+            rows.append(_one(output, known["name"], grace, now, abandon, told))
         except EgmError as error:
             output.error(error)
             rows.append({"name": known["name"], "state": known["state"], "error": error.document()})
@@ -83,7 +89,7 @@ def _every(output: Output, grace: float, now: bool, abandon: bool) -> int:
 
     def show() -> None:
         for row in rows:
-            _say(output, row)
+            _say(output, row, told)
         if not rows:
             output.line("no pools on this host")
 
@@ -91,9 +97,10 @@ def _every(output: Output, grace: float, now: bool, abandon: bool) -> int:
     return worst
 
 
-def _say(output: Output, row: dict[str, Any]) -> None:
+def _say(output: Output, row: dict[str, Any], told: set[str]) -> None:
     if "error" in row:
         return
     output.line(f"{row['name']}: {row['state']}{' already' if row['already'] else ''}")
-    for text in (*row["left"], *row["warnings"]):
-        output.line(f"  {text}")
+    for text in dict.fromkeys((*row["left"], *row["warnings"])):
+        if text not in told:
+            output.line(f"  {text}")
