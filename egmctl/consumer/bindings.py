@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from egmctl.consumer.agent_link import Watch, export
 from egmctl.consumer.binding import Binding, ChunkAt, StockHistory
-from egmctl.consumer.errors import ProviderGone, StaleAllocation, Unreachable
+from egmctl.consumer.errors import ProviderGone, StaleAllocation, StoreClosed, Unreachable
 from egmctl.consumer.watcher import Watcher
 from egmctl.errors import EgmError
 from egmctl.memory import import_share
@@ -99,10 +99,16 @@ class Bindings:
             future.set_exception(error if isinstance(error, Exception) else ProviderGone("interrupted", where=endpoint))
             raise
         with self._lock:
-            old = self._bound.get(endpoint)
-            self._bound[endpoint] = fresh
+            closed, old = self._closed, self._bound.get(endpoint)
+            if not closed:
+                self._bound[endpoint] = fresh
             self._refused.pop(endpoint, None)
             del self._pending[endpoint]
+        if closed:  # meanwhile: nobody would end it any more
+            self._end(fresh)
+            late = StoreClosed("the store was closed", where=endpoint)
+            future.set_exception(late)
+            raise late
         if old is not None and old.watch is not fresh.watch:
             self._end(old)
         future.set_result(fresh)
@@ -167,7 +173,8 @@ class Bindings:
                 os.close(share.fd)
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         for binding in self.known():
             self.forget(binding.endpoint)
         self._watcher.close()

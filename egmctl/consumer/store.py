@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -110,21 +111,26 @@ class EgmStore:
 
     @keeps_device
     def close(self) -> None:
-        """Abandon transfers under way (their copies are waited for), unmap everything. Twice is success."""
+        """Abandon transfers under way (their copies are waited for), unmap everything. Twice is success.
+
+        All of it is done also when a part fails; what failed is then raised.
+        """
         with self._lock:
             self._closed = True
             outstanding = list(self._outstanding)
-        for transfer in outstanding:
-            transfer.abandon()
-        self._host_copier.close()
-        # Copies are over before anything is unmapped: a GPU that still reads an unmapped range loses its context.
-        for part in (self._engine.gatherer, self._engine.device_copier):
-            closer = getattr(part, "close", None)
-            if closer is not None:
-                closer()
-        self._engine.bindings.close()
-        self._engine.mappings.close()
-        self._engine.master.close()
+        engine = self._engine
+        with ExitStack() as stack:  # from the last line to the first
+            stack.callback(engine.master.close)
+            stack.callback(engine.mappings.close)
+            stack.callback(engine.bindings.close)
+            # Copies are over before anything is unmapped: a GPU that still reads an unmapped range loses its context.
+            for part in (engine.device_copier, engine.gatherer):
+                closer = getattr(part, "close", None)
+                if closer is not None:
+                    stack.callback(closer)
+            stack.callback(self._host_copier.close)
+            for transfer in outstanding:
+                stack.callback(transfer.abandon)
 
     # -- buffers
 

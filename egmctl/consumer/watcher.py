@@ -22,12 +22,15 @@ class Watcher:
         self._bindings: dict[int, Binding] = {}
         self._thread: threading.Thread | None = None
         self._wake: tuple[socket.socket, socket.socket] | None = None
+        self._closed = False
 
     def add(self, binding: Binding) -> None:
         assert binding.watch is not None
         with self._lock:
             number = binding.watch.fileno()
-            if number < 0:  # closed meanwhile by whoever noticed its end: nothing is left to be noticed
+            if (
+                number < 0 or self._closed
+            ):  # ended meanwhile, and whoever saw it has closed it; or nobody looks any more
                 return
             self._bindings[number] = binding
             if self._thread is None:
@@ -45,6 +48,7 @@ class Watcher:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             thread, self._thread = self._thread, None
             if thread is None or self._wake is None:
                 return
