@@ -157,7 +157,7 @@ def run_bench(
         store = stack.enter_context(target.connect(() if device is None else (device,)))
         ways: dict[str, _Route] = {"direct": _Direct(store, device)}
         obstacle = target.stock_obstacle()
-        if not obstacle:
+        if not obstacle and "stock" in (routes or ROUTES):
             stock = StockClient(target.master, target.metadata_server, host=target.local_name)
             ways["stock"] = _Stock(stack.enter_context(stock))
         for route in routes or ROUTES:
