@@ -128,8 +128,15 @@ def _check_schema(db: sqlite3.Connection, path: Path) -> bool:
                 facts={"schema": version, "known": SCHEMA_VERSION},
             )
         return int(db.execute("SELECT count(*) FROM pool").fetchone()[0]) == 1
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeError) as error:  # damage can be in the text of sqlite's own message
         raise _unreadable(path, error) from error
+
+
+def _object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("a value that should be an object is none")
+    return found
 
 
 def _record(db: sqlite3.Connection) -> PoolRecord:
@@ -143,7 +150,7 @@ def _record(db: sqlite3.Connection) -> PoolRecord:
     resources = db.execute("SELECT kind, name, state, detail FROM resource ORDER BY rowid").fetchall()
     columns = dict(zip(_RECORD_COLUMNS, pool, strict=True))
     columns |= {
-        "plan": json.loads(columns["plan"]),
+        "plan": _object(columns["plan"]),
         "client": _pair(columns["client"]),
         "exclusive": bool(columns["exclusive"]),
     }
@@ -151,7 +158,7 @@ def _record(db: sqlite3.Connection) -> PoolRecord:
         **columns,
         chunks=tuple(ChunkRow(*row) for row in chunks),
         segments=tuple(SegmentRow(_pair(row[0]), row[1], row[2], _pair(row[3]), *row[4:]) for row in segments),
-        resources=tuple(Resource(kind, name, state, json.loads(detail)) for kind, name, state, detail in resources),
+        resources=tuple(Resource(kind, name, state, _object(detail)) for kind, name, state, detail in resources),
     )
 
 

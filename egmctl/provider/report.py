@@ -39,7 +39,7 @@ def ledger_report(record: PoolRecord) -> dict[str, Any]:
         "masters": list(record.masters),
         "te_child": None
         if engine is None
-        else {"pid": engine.detail.get("pid"), "data_port": engine.detail["data_port"]},
+        else {"pid": engine.detail.get("pid"), "data_port": engine.detail.get("data_port")},
         "updated": record.updated,
         "warnings": [],
     }
