@@ -21,6 +21,7 @@ from egmctl.units import KIB, MIB, format_size
 
 if TYPE_CHECKING:
     from egmctl.consumer import EgmStore
+    from egmctl.consumer.audit import Audit
     from egmctl.ledger import SegmentRow
     from egmctl.paths import Paths
 
@@ -39,7 +40,9 @@ class PoolFacts:
         self.paths = paths
         self.level = level
         self.bytes_checked = 0
+        self.staging_bytes = 0
         self._stack = stack
+        self._audits: list[Audit] = []
 
     @property
     def name(self) -> str:
@@ -64,12 +67,21 @@ class PoolFacts:
 
     @cached_property
     def store(self) -> EgmStore:
-        return self._stack.enter_context(self.target.connect(self.devices))
+        return self._connect()
 
     @cached_property
     def second_store(self) -> EgmStore:
         """Another consumer, which shares nothing with the first: no mapping, no connection."""
-        return self._stack.enter_context(self.target.connect(self.devices))
+        return self._connect()
+
+    def _connect(self) -> EgmStore:
+        store = self._stack.enter_context(self.target.connect(self.devices))
+        self._audits.append(store.audit())
+        return store
+
+    def copied(self) -> tuple[int, int]:
+        """Bytes that the consumers have copied so far: between buffer and chunk in one step, and otherwise."""
+        return sum(audit.direct for audit in self._audits), sum(audit.other for audit in self._audits)
 
     @cached_property
     def master(self) -> MasterClient:
@@ -203,6 +215,7 @@ class Placement:
 
     def _chunk(self, facts: PoolFacts, row: SegmentRow, device: int | None, where: str) -> CheckResult:
         total = 0
+        direct, other = facts.copied()
         for size in facts.sizes(row.size):
             key = f"{key_prefix('verify')}/{row.chunk}/{size}"
             content = pattern(key, size)
@@ -226,6 +239,9 @@ class Placement:
                 )
             total += size
         facts.bytes_checked += total
+        now_direct, now_other = facts.copied()
+        # each byte went there and back: what did not do so in one step each way has passed through somewhere else
+        facts.staging_bytes += now_other - other + max(0, 2 * total - (now_direct - direct))
         return CheckResult(where, "pass", f"{format_size(total)} put, got and equal")
 
     def _put_into(self, facts: PoolFacts, row: SegmentRow, key: str, content: bytes, device: int | None) -> bool:
@@ -314,8 +330,8 @@ def run_verify(
     pool: str, paths: Paths, *, level: str = "quick", progress: Progress = silent, soak_seconds: float = SOAK_SECONDS
 ) -> dict[str, Any]:
     """The document ``egmctl/verify/1``: ``ok``, ``bytes_checked`` (moved both ways and compared), ``staging_bytes``
-    (of those, what had to pass through a buffer other than the caller's and the chunk: the consumer refuses rather
-    than stage, so anything but 0 is a defect) and ``checks``.
+    (of those, counted copy by copy, what did not go between the caller's buffer and the chunk in one step: the consumer
+    refuses rather than stage, so anything but 0 is a defect) and ``checks``.
 
     ``quick`` tries one object in each chunk, ``full`` objects of odd and large sizes, ``soak`` repeats ``full`` for
     ``soak_seconds``. Objects of others are left alone: at most half of a chunk is asked for. Raises `UsageError` for an
@@ -341,7 +357,7 @@ def run_verify(
             "level": level,
             "ok": ok(results),
             "bytes_checked": facts.bytes_checked,
-            "staging_bytes": 0,
+            "staging_bytes": facts.staging_bytes,
             "checks": [result.document() for result in results],
         }
 

@@ -78,6 +78,18 @@ class MappingCache:
         with self._lock:
             return self._imports
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """(start, end) of what is mapped, as the CPU's addresses and as the GPUs' where they have others."""
+        with self._lock:
+            entries = [*self._entries.values(), *self._doomed]
+        found = []
+        for entry in entries:
+            if entry.future.done() and entry.future.exception() is None:
+                mapping = entry.future.result()
+                starts = {mapping.address, getattr(mapping, "device_address", None)} - {None}
+                found += [(start, start + mapping.nbytes) for start in starts if start is not None]
+        return found
+
     def acquire(self, key: Hashable, nbytes: int, importer: Callable[[], Mapping]) -> Lease:
         """The mapping of ``key``, made by ``importer`` if need be: once, however many threads ask; no lock is held
         while it works, so other keys are not kept waiting. What it raises, all that waited for it are told."""

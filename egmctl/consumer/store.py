@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from egmctl.consumer.attempts import read_all, write_all
+from egmctl.consumer.audit import Audit, AuditedCopier
 from egmctl.consumer.buffers import Buffers
 from egmctl.consumer.connect import assemble, make_fetch
 from egmctl.consumer.context import keeps_device
@@ -412,6 +413,15 @@ class EgmStore:
         """
         self._open()
         return Session(self._engine, self._buffers, keys)
+
+    def audit(self) -> Audit:
+        """Count from now on what each copy is asked to do. It costs time; `verify` asks for it."""
+        audit = Audit(self._buffers, self._engine.mappings)
+        engine = self._engine
+        engine.host_copier = AuditedCopier(engine.host_copier, audit)
+        if engine.device_copier is not None:
+            engine.device_copier = AuditedCopier(engine.device_copier, audit)
+        return audit
 
     # -- how it is done
 

@@ -166,6 +166,17 @@ def test_pageable_memory_does_not_reach_another_host_and_nothing_is_staged(maste
         assert not store.exists("k")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_byte_between_gpu_memory_and_a_pool_goes_in_one_step(master: Master, gpu: Gpu, kind: str) -> None:
+    with provide(master, gpu, kind), open_store(master, gpu) as store:
+        audit = store.audit()
+        for buffer in (gpu.hbm(2 * MIB), gpu.pinned(2 * MIB)):
+            store.register_buffer(buffer, 2 * MIB)
+            store.put_from(f"k{buffer}", buffer, 2 * MIB)
+            store.get_into(f"k{buffer}", buffer, 2 * MIB)
+        assert (audit.direct, audit.other) == (8 * MIB, 0)
+
+
 def test_a_store_without_a_gpu_says_that_cuda_memory_needs_one(master: Master, gpu: Gpu) -> None:
     with (
         provide(master, gpu, "cuda-posix"),
