@@ -24,7 +24,7 @@ from egmctl.errors import CleanupPendingError, EgmError, FailedError
 from egmctl.ledger import ChunkRow, Ledger, OwnerLock, boot_id, read_only, start_time
 from egmctl.paths import Paths
 from egmctl.planning import Plan
-from egmctl.provider.control import ControlServer, group_id
+from egmctl.provider.control import ALIVE_SECONDS, ControlServer, group_id
 from egmctl.provider.folders import network_file_system, prepare
 from egmctl.provider.health import HealthServer, trouble
 from egmctl.provider.log import lasting_streams
@@ -183,15 +183,17 @@ def run_agent(
     started: Callable[[dict[str, Any]], None] | None = None,
     failed: Callable[[EgmError], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
+    alive: Callable[[], None] = lambda: None,
     grace: float = DEFAULT_GRACE,
     interactive: bool = False,
 ) -> None:
     """Provision (and mount), then own the pool until it is torn down or a signal asks for that.
 
-    ``started`` is called with the pool's status once it is provisioned (and mounted). A failure that was undone is
-    raised; one that leaves something owned is given to ``failed`` (raised at the end when there is none) and the agent
-    lives on to keep it. SIGTERM, SIGINT and SIGHUP (a terminal that was closed) tear down gracefully; a second one at
-    once; with ``interactive`` a third SIGINT ends the process where it is.
+    ``started`` is called with the pool's status once it is provisioned (and mounted), ``alive`` every other second
+    until then. A failure that was undone is raised; one that leaves something owned is given to ``failed`` (raised at
+    the end when there is none) and the agent lives on to keep it. SIGTERM, SIGINT and SIGHUP (a terminal that was
+    closed) tear down gracefully; a second one at once; with ``interactive`` a third SIGINT ends the process where it
+    is.
     """
     signals = _Signals(interactive=interactive)
     # A detached agent is not what its starter's supervisor supervises.
@@ -205,9 +207,9 @@ def run_agent(
         ):
             stopping = lambda: cancelled() or signals.count > 0  # noqa: E731
             try:
-                _carry_out(agent, "provision", agent.pool.provision, signals, progress, stopping)
+                _carry_out(agent, "provision", agent.pool.provision, signals, progress, stopping, alive)
                 if mount:
-                    _carry_out(agent, "mount", agent.pool.mount, signals, progress, stopping)
+                    _carry_out(agent, "mount", agent.pool.mount, signals, progress, stopping, alive)
                 if started is not None:
                     with suppress(OSError):  # whoever wanted to know has gone; the pool is there all the same
                         started(live_report(agent.pool, None))
@@ -230,10 +232,16 @@ def _carry_out(
     signals: _Signals,
     progress: Progress,
     cancelled: Callable[[], bool],
+    alive: Callable[[], None],
 ) -> None:
     job = agent.command(name, run, progress=progress, cancelled=cancelled)
+    told = time.monotonic()
     while not job.done(0):
         signals.pause()
+        if time.monotonic() >= told + ALIVE_SECONDS:
+            told = time.monotonic()
+            with suppress(OSError):
+                alive()
     job.wait()
 
 
@@ -341,6 +349,7 @@ def _be_agent(options: argparse.Namespace, launcher: _Launcher) -> int:
             started=lambda report: launcher.finish({"ok": True, "result": report}),
             failed=lambda error: launcher.finish({"ok": False, "error": error.document()}),
             cancelled=launcher.left,
+            alive=lambda: launcher.send({"event": "alive"}),
         )
     except EgmError as error:
         print(f"egmctl: {error}\n  do: {error.hint}", file=sys.stderr, flush=True)

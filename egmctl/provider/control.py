@@ -22,7 +22,7 @@ from egmctl.provider.report import check_report, live_report
 from egmctl.provider.task import Task
 from egmctl.steps import step
 
-__all__ = ["ControlServer", "group_id"]
+__all__ = ["ALIVE_SECONDS", "ControlServer", "group_id"]
 
 MAX_CLIENTS = 256
 IDLE_SECONDS = 60.0
@@ -257,37 +257,40 @@ class ControlServer:
             raise UsageError("chunks is not a list of numbers", where="control socket")
         nonce = self._pool.record_now().nonce
         rows: list[dict[str, Any]] = []
-        fds: list[int] = []
-        try:
-            for index in wanted:
-                chunk = parts.chunks.get(index)
-                if chunk is None or not parts.sharing:
-                    raise FailedError(f"there is no chunk {index} to share", where=f"pool {self._pool.name}")
-                share = chunk.share()
-                if share.fd is None:
-                    raise UsageError(
-                        f"{share.kind} chunks are imported by the handle in the descriptor", where="control socket"
-                    )
-                fds.append(share.fd)
-                rows.append(
-                    {
-                        "index": index,
-                        "numa_node": share.numa_node,
-                        "address": chunk.address,
-                        "nbytes": share.nbytes,
-                        "kind": share.kind,
-                    }
-                )
-            self._remember(pid, [row["index"] for row in rows])
-            for first in range(0, max(1, len(fds) - FDS_A_MESSAGE), FDS_A_MESSAGE):
-                if len(fds) - first > FDS_A_MESSAGE:
-                    batch = fds[first : first + FDS_A_MESSAGE]
-                    self._send(sock, {"event": "descriptors", "count": len(batch)}, batch)
-            rest = len(fds) - (len(fds) - 1) // FDS_A_MESSAGE * FDS_A_MESSAGE if fds else 0
-            self._send(sock, {"ok": True, "result": {"nonce": nonce, "chunks": rows}}, fds[len(fds) - rest :])
-        finally:
-            for fd in fds:
-                os.close(fd)
+        # No more descriptors are open at once than one message carries, however many are asked for.
+        for first in range(0, max(1, len(wanted)), FDS_A_MESSAGE):
+            batch = wanted[first : first + FDS_A_MESSAGE]
+            fds: list[int] = []
+            try:
+                rows += [self._share(index, fds) for index in batch]
+                self._remember(pid, batch)
+                if first + FDS_A_MESSAGE < len(wanted):
+                    self._send(sock, {"event": "descriptors", "count": len(fds)}, fds)
+                else:
+                    self._send(sock, {"ok": True, "result": {"nonce": nonce, "chunks": rows}}, fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def _share(self, index: int, fds: list[int]) -> dict[str, Any]:
+        """What is said of a chunk; its descriptor is added to ``fds``."""
+        parts = self._pool.parts
+        chunk = parts.chunks.get(index)
+        if chunk is None or not parts.sharing:
+            raise FailedError(f"there is no chunk {index} to share", where=f"pool {self._pool.name}")
+        share = chunk.share()
+        if share.fd is None:
+            raise UsageError(
+                f"{share.kind} chunks are imported by the handle in the descriptor", where="control socket"
+            )
+        fds.append(share.fd)
+        return {
+            "index": index,
+            "numa_node": share.numa_node,
+            "address": chunk.address,
+            "nbytes": share.nbytes,
+            "kind": share.kind,
+        }
 
     def _remember(self, pid: int, indices: list[int]) -> None:
         """Who is given chunks: what does not come back after the release, one of these holds."""

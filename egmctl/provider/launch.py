@@ -16,6 +16,7 @@ from egmctl.ledger import await_end, read_only, start_time
 from egmctl.paths import Paths
 from egmctl.planning import Plan
 from egmctl.provider import messages, recover
+from egmctl.provider.control_client import SILENCE, AgentSilent
 from egmctl.provider.folders import prepare
 from egmctl.provider.pool import ENDED
 from egmctl.provider.progress import Progress, ProgressEvent, silent
@@ -31,7 +32,8 @@ def start_agent(plan: Plan, paths: Paths, *, mount: bool = False, progress: Prog
     """Start the pool's agent and wait until it has provisioned (and mounted); the pool's status.
 
     Raises what the agent met. An agent that dies on the way is cleaned up after, from its ledger, and reported as
-    `FailedError` (or as `CleanupPendingError` when that cannot be finished). The first Ctrl-C asks the agent to undo
+    `FailedError` (or as `CleanupPendingError` when that cannot be finished); one that stands still is given up
+    (`AgentSilent`), and undoes what it has done should it go on. The first Ctrl-C asks the agent to undo
     and waits for it.
     """
     prepare(paths)
@@ -116,7 +118,7 @@ def _follow(pool: str, paths: Paths, sock: socket.socket, progress: Progress, as
     pid = started = 0
     while True:
         try:
-            message = reader.read(None)
+            message = reader.read(SILENCE)
             if message is not None and message.get("event") == "progress":
                 progress(ProgressEvent.from_document(message))
                 continue
@@ -126,6 +128,13 @@ def _follow(pool: str, paths: Paths, sock: socket.socket, progress: Progress, as
             asked_to_stop = True
             sock.shutdown(socket.SHUT_WR)
             continue
+        except TimeoutError:
+            raise AgentSilent(
+                f"the agent (pid {pid or 'unknown'}) has said nothing for {SILENCE:g} s",
+                where=f"pool {pool}",
+                hint=f"it stands still, or is stopped: see its log, {paths.log(pool)}; should it go on, it undoes what "
+                "it has done. After `kill -KILL` of the agent, teardown works from the ledger",
+            ) from None
         except (OSError, ValueError):
             message = None
         if message is None:

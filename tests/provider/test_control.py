@@ -116,6 +116,16 @@ def test_a_chunk_that_does_not_exist_is_not_exported(agent: Agent) -> None:
         assert client.ask("status")["state"] == "provisioned"
 
 
+def test_however_many_chunks_are_asked_for_the_agent_has_few_descriptors_open(agent: Agent) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with raw(agent) as sock:
+        sock.sendall(json.dumps({"op": "export", "chunks": [0] * 5000}).encode() + b"\n")
+        until(lambda: len(os.listdir("/proc/self/fd")) > before + 1)
+        for _ in range(20):  # nobody reads, so the agent is in the middle of it
+            assert len(os.listdir("/proc/self/fd")) < before + 100
+            time.sleep(0.01)
+
+
 def test_a_watcher_is_told_of_the_withdrawal_and_then_of_the_end(agent: Agent) -> None:
     with raw(agent) as sock:
         sock.sendall(b'{"op":"watch"}\n')

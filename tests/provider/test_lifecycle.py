@@ -611,6 +611,49 @@ def test_an_agent_killed_anywhere_in_its_teardown_is_finished_from_the_ledger(
     assert nothing_left(paths) == []
 
 
+def test_an_agent_that_stands_still_while_provisioning_is_given_up_and_undoes_it_once_it_goes_on(
+    quick_master: Master, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("egmctl.provider.launch.SILENCE", 4.0)
+    stopped: list[psutil.Process] = []
+
+    def stop(event: ProgressEvent) -> None:
+        if event.stage == "memory" and not stopped:
+            stopped.extend(agents(paths))
+            stopped[0].suspend()
+
+    began = time.monotonic()
+    with pytest.raises(BusyError, match="has said nothing for 4 s") as caught:
+        provision(small_plan(quick_master, chunks=8), paths, progress=stop)
+    assert time.monotonic() - began < 20
+    assert str(stopped[0].pid) in caught.value.message
+    stopped[0].resume()
+    until(lambda: not stopped[0].is_running(), 30)
+    assert status(paths)["state"] == "gone"
+    assert nothing_left(paths) == []
+
+
+def test_a_provision_that_tells_nothing_for_long_shows_that_it_goes_on(quick_master: Master, paths: Paths) -> None:
+    from egmctl.provider import agent as agents_program
+
+    signals = agents_program._Signals(interactive=False)
+    seen: list[float] = []
+    try:
+        with agent_here(small_plan(quick_master), paths) as agent:
+            agents_program._carry_out(
+                agent,
+                "a long command",
+                lambda task: time.sleep(4.5),
+                signals,
+                lambda event: None,
+                lambda: False,
+                lambda: seen.append(time.monotonic()),
+            )
+    finally:
+        signals.restore()
+    assert len(seen) == 2
+
+
 def test_whoever_kills_the_starter_of_a_provision_gets_it_undone(quick_master: Master, paths: Paths) -> None:
     import json
 
