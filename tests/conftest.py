@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,10 @@ from tests.support.master import ALL_VERSIONS, Master, MasterMissing
 # A machine that is busy with other tests is slow, and that is no finding about what is tested.
 settings.register_profile("egmctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("egmctl")
+
+# What a shell starts in the background ignores Ctrl-C, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _running(version: str) -> Iterator[Master]:
