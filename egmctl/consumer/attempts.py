@@ -9,8 +9,8 @@ from egmctl.consumer.engine import Backoff, Engine
 from egmctl.consumer.errors import GetFailed, InterruptedPut, NoSpace, StoreError, Unreachable
 from egmctl.consumer.master_link import is_transient
 from egmctl.consumer.pins import Again
-from egmctl.consumer.reader import ReadRequest, ReadRound, as_store_error
-from egmctl.consumer.writer import WriteRequest, WriteRound
+from egmctl.consumer.reader import ReadRequests, ReadRound, as_store_error
+from egmctl.consumer.writer import WriteRequests, WriteRound
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
 
@@ -22,18 +22,18 @@ _HURRIED = 3
 
 def read_all(
     engine: Engine,
-    requests: Sequence[ReadRequest],
+    requests: ReadRequests,
     *,
     stream: int | None = None,
     first: ReadRound | None = None,
 ) -> list[int | EgmError]:
     """Results in order, an error where one failed. ``first`` is a round of all of them that was started before."""
     results: list[int | EgmError] = [GetFailed("was not tried")] * len(requests)
-    todo = list(enumerate(requests))
+    todo: Sequence[int] = range(len(requests))
     backoff = Backoff(engine.timing.retry)
     hurried = 0
     while todo:
-        current = first if first is not None else ReadRound(engine, todo, stream)
+        current = first if first is not None else ReadRound(engine, requests, stream, todo)
         try:
             try:
                 if first is None:
@@ -45,17 +45,17 @@ def read_all(
                 current.abandon()
                 if not is_transient(error):
                     raise
-                for index, _ in todo:
+                for index in todo:
                     current.outcomes[index] = Again(as_store_error(error))
         except BaseException:
             current.abandon()
             raise
-        again: list[tuple[int, ReadRequest]] = []
+        again: list[int] = []
         at_once = True
-        for index, request in todo:
+        for index in todo:
             outcome = current.outcomes[index]
             if isinstance(outcome, Again):
-                again.append((index, request))
+                again.append(index)
                 results[index] = outcome.error
                 at_once = at_once and outcome.at_once
             else:
@@ -73,7 +73,7 @@ def read_all(
 
 def write_all(
     engine: Engine,
-    requests: Sequence[WriteRequest],
+    requests: WriteRequests,
     config: ReplicateConfig,
     *,
     stream: int | None = None,
@@ -82,11 +82,11 @@ def write_all(
     """Sizes in order, an error where one failed. The caller holds the keys' locks. ``first`` is a round of all of them
     that was started before."""
     results: list[int | EgmError] = [InterruptedPut("was not tried")] * len(requests)
-    todo = list(enumerate(requests))
+    todo: Sequence[int] = range(len(requests))
     retry, space = Backoff(engine.timing.retry), Backoff(engine.timing.no_space)
     hurried = 0
     while todo:
-        current = first if first is not None else WriteRound(engine, todo, config, stream)
+        current = first if first is not None else WriteRound(engine, requests, config, stream, todo)
         try:
             try:
                 if first is None:
@@ -98,30 +98,30 @@ def write_all(
                 current.abandon()
                 if not is_transient(error):
                     raise
-                for index, request in todo:
-                    current.outcomes.setdefault(index, Again(_interrupted(error, request.key)))
+                for index in todo:
+                    current.outcomes.setdefault(index, Again(_interrupted(error)))
         except BaseException:
             current.abandon()
             raise
-        again: list[tuple[int, WriteRequest]] = []
-        elsewhere: list[tuple[int, WriteRequest]] = []
+        again: list[int] = []
+        elsewhere: list[int] = []
         at_once, full = True, True
-        for index, request in todo:
+        for index in todo:
             outcome = current.outcomes[index]
             if isinstance(outcome, Again):
                 results[index] = outcome.error
-                again.append((index, request))
+                again.append(index)
                 at_once = at_once and outcome.at_once
                 full = full and isinstance(outcome.error, NoSpace)
             else:
                 results[index] = outcome
                 if isinstance(outcome, Unreachable):
-                    elsewhere.append((index, request))
+                    elsewhere.append(index)
         if elsewhere and not config.preferred_segments:
             names = engine.bindings.segment_names()
             if names:
                 config = replace(config, preferred_segments=names)
-                again = sorted([*again, *elsewhere], key=lambda each: each[0])
+                again = sorted([*again, *elsewhere])
                 at_once = True
         todo = again
         if not todo:
@@ -134,9 +134,9 @@ def write_all(
     return results
 
 
-def _interrupted(error: EgmError, key: str) -> StoreError:
+def _interrupted(error: EgmError) -> StoreError:
     if isinstance(error, StoreError):
         return error
-    failed = InterruptedPut(error.message, where=f"object {key!r}", hint=error.hint, facts={"revoked": True})
+    failed = InterruptedPut(error.message, where=error.where, hint=error.hint, facts={"revoked": True})
     failed.__cause__ = error
     return failed

@@ -14,7 +14,7 @@ from egmctl.consumer.flow import Throttle
 from egmctl.consumer.host_copy import Completion, Copier, Done, Fragment, Group
 from egmctl.consumer.mappings import MappingCache
 from egmctl.consumer.master_link import MasterLink
-from egmctl.consumer.pins import Pins, Target
+from egmctl.consumer.pins import Near, Pins, Target
 from egmctl.memory.driver import Driver
 
 __all__ = ["AHEAD", "Backoff", "Engine", "Gatherer", "Oversize", "Part", "Routes", "Timing", "split_batch"]
@@ -93,6 +93,21 @@ class Routes:
         device, fragment = self._route(target, part, write)
         self._by_route.setdefault(device, []).append(fragment)
 
+    def add_near(self, near: Near, address: int, part: Part, *, write: bool) -> bool:
+        """``part`` from or to the provider's ``address``; False when that wants a closer look (`add` has it)."""
+        device = part.buffer.device if self._devices else None
+        start = near.here if device is None else near.device
+        if start is None:
+            return False
+        pool = start + address - near.start
+        fragment = (pool, part.address, part.nbytes) if write else (part.address, pool, part.nbytes)
+        fragments = self._by_route.get(device)
+        if fragments is None:
+            self._by_route[device] = [fragment]
+        else:
+            fragments.append(fragment)
+        return True
+
     def add_all(self, moves: Sequence[tuple[Target, Part]], *, write: bool) -> None:
         """All of them, or none when `add` would raise."""
         for device, fragment in [self._route(target, part, write) for target, part in moves]:
@@ -141,6 +156,11 @@ class Oversize:
         self._bindings = bindings
         self._nbytes = 0
         self._until = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether anything has to be refused at all."""
+        return self._nbytes != 0
 
     def note(self, nbytes: int) -> None:
         """The Master had no space for ``nbytes``."""

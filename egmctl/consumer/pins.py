@@ -11,7 +11,7 @@ from egmctl.consumer.bindings import Bindings
 from egmctl.consumer.errors import AmbiguousSegment, ProviderGone, StaleAllocation, StoreError
 from egmctl.consumer.mappings import Lease, MappingCache
 
-__all__ = ["Again", "Pins", "Place", "Target"]
+__all__ = ["Again", "Near", "Pins", "Place", "Target"]
 
 
 class Place(NamedTuple):
@@ -47,7 +47,7 @@ class Target(NamedTuple):
     key: Hashable
 
 
-class _Resolved(NamedTuple):
+class Near(NamedTuple):
     """A chunk that is mapped: asked about it since ``asked_at``, the Master's answers mean this one."""
 
     asked_at: float
@@ -70,7 +70,15 @@ class Pins:
         self._bound: dict[str, Binding] = {}
         self._leases: dict[Hashable, tuple[Lease, ChunkAt, Binding]] = {}
         self._confirmed: dict[str, tuple[float, bool]] = {}
-        self._near: dict[tuple[str, int], _Resolved] = {}
+        self._near: dict[tuple[str, int], Near] = {}
+
+    def near(self, place: Place, asked_at: float) -> Near | None:
+        """The chunk that holds all of ``place``, when it was mapped before in this operation: nothing can go wrong."""
+        _, address, nbytes, endpoint, _ = place
+        near = self._near.get((endpoint, address >> _NEAR))
+        if near is not None and near.asked_at <= asked_at and near.start <= address and address + nbytes <= near.end:
+            return near
+        return None
 
     def resolve(self, place: Place, asked_at: float) -> Target:
         """``place`` as addresses of this process, when the Master was asked at ``asked_at`` (monotonic).
@@ -78,14 +86,13 @@ class Pins:
         Raises `Again` when the incarnation was bound only after that, or is not yet sure of its endpoint, `Unreachable`
         and other errors when it cannot be reached.
         """
-        _, address, nbytes, endpoint, _ = place
-        near = self._near.get((endpoint, address >> _NEAR))
-        if near is not None and near.asked_at <= asked_at and near.start <= address and address + nbytes <= near.end:
-            offset = address - near.start
+        near = self.near(place, asked_at)
+        if near is not None:
+            offset = place.address - near.start
             return Target(
                 None if near.here is None else near.here + offset,
                 None if near.device is None else near.device + offset,
-                endpoint,
+                place.endpoint,
                 near.key,
             )
         return self._resolve(place, asked_at)
@@ -117,7 +124,7 @@ class Pins:
             raise Again(error, at_once=True) from error
         mapping = lease.mapping
         # Memory behind a fabric handle may be another host's, which only GPUs reach: the CPU is given no access to it.
-        self._near[place.endpoint, place.address >> _NEAR] = _Resolved(
+        self._near[place.endpoint, place.address >> _NEAR] = Near(
             binding.bound_at,
             chunk.base,
             chunk.base + chunk.nbytes,

@@ -12,16 +12,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from egmctl.consumer.engine import AHEAD, Engine, Part, settle, split_batch
+from egmctl.consumer.engine import AHEAD, Engine, Part, Routes, settle, split_batch
 from egmctl.consumer.errors import GetFailed, InvalidBuffer, StaleAllocation, StoreError, Unreachable
 from egmctl.consumer.host_copy import Completion
 from egmctl.consumer.master_link import Answer, Location, is_transient
 from egmctl.consumer.pins import Again, Pins, Place, Target
 from egmctl.errors import EgmError
 
-__all__ = ["ReadRequest", "ReadRound", "as_store_error", "choose", "is_bound"]
+__all__ = ["ReadRequest", "ReadRequests", "ReadRound", "as_store_error", "choose", "is_bound"]
 
 Layout = Callable[[int], tuple[int, Sequence[Part]]]
 """From an object's size to (the result to return, which part of it goes where). Raises what is wrong with it."""
@@ -79,14 +79,29 @@ class _Piece:
         self.judged = False
 
 
+class ReadRequests(Protocol):
+    """Requests by number. Asking for one may raise what is wrong with it, an `EgmError`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, at: int, /) -> ReadRequest: ...
+
+
 class ReadRound:
     """One attempt at some requests. `start` locates and begins to copy, `wait` waits, `settle` decides; `outcomes` then
     holds for each index its result, an error, or `Again`. `abandon` undoes it at any point."""
 
-    def __init__(self, engine: Engine, requests: Sequence[tuple[int, ReadRequest]], stream: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        requests: ReadRequests,
+        stream: int | None = None,
+        todo: Sequence[int] | None = None,
+    ) -> None:
+        """``todo`` are the numbers of the requests; all of them, unless given."""
         self._engine = engine
         self.driver = engine.driver
         self._requests = requests
+        self._todo = range(len(requests)) if todo is None else todo
         self._stream = stream
         self._pieces: list[_Piece] = []
         self._over = 0  # pieces whose copies were over while others were still located
@@ -94,43 +109,54 @@ class ReadRound:
         self.outcomes: dict[int, int | EgmError | Again] = {}
 
     def start(self) -> None:
-        self._start(self._requests)
+        self._start(self._todo)
         # What lies at endpoints that were bound only now is located once more, this time after binding.
-        late = [(index, request) for index, request in self._requests if is_bound(self.outcomes.get(index))]
+        late = [number for number, outcome in self.outcomes.items() if is_bound(outcome)]
         if late:
-            for index, _ in late:
-                del self.outcomes[index]
-            self._start(late)
+            for number in late:
+                del self.outcomes[number]
+            self._start(sorted(late))
 
-    def _start(self, requests: Sequence[tuple[int, ReadRequest]]) -> None:
-        pieces = [requests[each] for each in split_batch(len(requests))]
+    def _start(self, todo: Sequence[int]) -> None:
+        pieces = [todo[each] for each in split_batch(len(todo))]
         asked = deque(self._ask(piece) for piece in pieces[:AHEAD])
-        for number, piece in enumerate(pieces):
-            self._launch(piece, asked.popleft()())
-            if number + AHEAD < len(pieces):  # while what was found is being copied
-                asked.append(self._ask(pieces[number + AHEAD]))
+        for at in range(len(pieces)):
+            requests, answer = asked.popleft()
+            if answer is not None:
+                self._launch(requests, answer())
+            if at + AHEAD < len(pieces):  # while what was found is being copied
+                asked.append(self._ask(pieces[at + AHEAD]))
             while self._over < len(self._pieces) and self._pieces[self._over].completion.done():
                 self._ask_again(self._pieces[self._over])
                 self._over += 1
 
-    def _ask(self, requests: Sequence[tuple[int, ReadRequest]]) -> Answer[Location]:
-        return self._engine.master.locate([request.key for _, request in requests])
+    def _ask(self, todo: Sequence[int]) -> tuple[list[tuple[int, ReadRequest]], Answer[Location] | None]:
+        requests: list[tuple[int, ReadRequest]] = []
+        for number in todo:
+            try:
+                requests.append((number, self._requests[number]))
+            except EgmError as error:
+                self.outcomes[number] = error
+        if not requests:
+            return requests, None
+        return requests, self._engine.master.locate([request.key for _, request in requests])
 
     def _launch(self, requests: Sequence[tuple[int, ReadRequest]], answers: Sequence[Location | EgmError]) -> None:
         flights: list[_Flight] = []
         routes = self._engine.routes()
-        for (index, request), located in zip(requests, answers, strict=True):
+        for (number, request), located in zip(requests, answers, strict=True):
+            if self._launch_simple(number, request, located, routes, flights):
+                continue
             try:
                 if isinstance(located, EgmError):
                     raise Again(as_store_error(located)) if is_transient(located) else located
                 place, target = choose(self.pins, located)
                 result, parts = request.laid_out(place.nbytes)
-                for part in parts:
-                    routes.add(target, part, write=False)
+                routes.add_all([(target, part) for part in parts], write=False)
             except (EgmError, Again) as error:
-                self.outcomes[index] = error
+                self.outcomes[number] = error
                 continue
-            flights.append(_make(_Flight, (index, located, place, result)))
+            flights.append(_Flight(number, located, place, result))
         if flights:
             try:
                 completion = self._engine.copy(routes, self._stream)
@@ -138,6 +164,23 @@ class ReadRound:
                 self._fail(flights, error)
                 return
             self._pieces.append(_Piece(flights, completion))
+
+    def _launch_simple(
+        self, number: int, request: ReadRequest, located: Location | EgmError, routes: Routes, flights: list[_Flight]
+    ) -> bool:
+        """What most objects of a batch are: whole, into one buffer of their size, out of a chunk in use already."""
+        parts = request.parts
+        if located.__class__ is not Location or len(parts) != 1 or request.layout is not None:
+            return False
+        place = located.places[0] if located.places else None
+        part = parts[0]
+        if place is None or part.nbytes != place.nbytes:
+            return False
+        near = self.pins.near(place, located.asked_at)
+        if near is None or not routes.add_near(near, place.address, part, write=False):
+            return False
+        flights.append(_make(_Flight, (number, located, place, part.nbytes)))
+        return True
 
     def done(self) -> bool:
         return all(piece.completion.done() for piece in self._pieces)
@@ -214,10 +257,11 @@ class ReadRound:
 
     def _judge(self, piece: _Piece, answers: Sequence[Location | EgmError | None]) -> None:
         piece.judged = True
+        if not piece.moved and answers.count(None) == len(answers):  # nearly always: nothing has changed
+            self.outcomes.update([(flight.number, flight.result) for flight in piece.flights])
+            return
         for flight, answer in zip(piece.flights, answers, strict=True):
-            if answer is None and not piece.moved:
-                self.outcomes[flight.number] = flight.result
-            elif isinstance(answer, EgmError):
+            if isinstance(answer, EgmError):
                 self.outcomes[flight.number] = (
                     Again(as_store_error(answer)) if is_transient(answer) else _changed(flight, answer)
                 )

@@ -11,43 +11,22 @@ from egmctl.consumer.engine import Part
 from egmctl.consumer.errors import InvalidRequest, ObjectExists
 from egmctl.consumer.reader import ReadRequest
 from egmctl.consumer.writer import WriteRequest
-from egmctl.errors import EgmError
 
 __all__ = [
-    "Batch",
     "BufferList",
+    "Reads",
+    "Writes",
     "check_range",
     "loose",
     "part_of_bytes",
     "parts_of",
-    "read_batch",
-    "write_batch",
+    "singles",
 ]
 
 _make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
 
 BufferList = Sequence[tuple[int, int]]
 """(address, bytes) of each part of one object, in order."""
-
-
-class Batch:
-    """Answers in the caller's order, some of which are known before anything is asked."""
-
-    def __init__(self, count: int) -> None:
-        self._results: list[int | EgmError] = [0] * count
-        self._places: list[int] = []
-
-    def refuse(self, at: int, error: EgmError) -> None:
-        self._results[at] = error
-
-    def ask(self, at: int) -> None:
-        """The next of the results given to `merge` is the caller's number ``at``."""
-        self._places.append(at)
-
-    def merge(self, found: Sequence[int | EgmError]) -> list[int | EgmError]:
-        for at, result in zip(self._places, found, strict=True):
-            self._results[at] = result
-        return self._results
 
 
 def parts_of(buffers: Buffers, pieces: BufferList) -> list[Part]:
@@ -60,41 +39,58 @@ def parts_of(buffers: Buffers, pieces: BufferList) -> list[Part]:
     return parts
 
 
-def write_batch(buffers: Buffers, keys: Sequence[str], lists: Sequence[BufferList]) -> tuple[Batch, list[WriteRequest]]:
-    """Puts of whole objects laid together from their parts."""
-    batch = Batch(len(keys))
-    requests: list[WriteRequest] = []
-    seen: set[str] = set()
-    for at, (key, pieces) in enumerate(zip(keys, lists, strict=True)):
-        try:
-            if key in seen:
-                raise ObjectExists("is put twice in this batch", where=f"object {key!r}")
-            parts = parts_of(buffers, pieces)
-            total = parts[0].nbytes if len(parts) == 1 else sum(part.nbytes for part in parts)
-            if not key or total == 0:
-                raise InvalidRequest("keys are not empty, and objects have at least one byte", where=f"object {key!r}")
-        except EgmError as error:
-            batch.refuse(at, error)
-            continue
-        seen.add(key)
-        requests.append(_make(WriteRequest, (key, total, parts, None)))
-        batch.ask(at)
-    return batch, requests
+class Reads:
+    """Gets of whole objects, spread over their parts: each is looked at when its turn comes, while others are copied.
+
+    Asking for one raises `InvalidBuffer`.
+    """
+
+    def __init__(self, buffers: Buffers, keys: Sequence[str], lists: Sequence[BufferList]) -> None:
+        self._buffers = buffers
+        self._keys = keys
+        self._lists = lists
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, at: int) -> ReadRequest:
+        made: ReadRequest = _make(ReadRequest, (self._keys[at], parts_of(self._buffers, self._lists[at]), None))
+        return made
 
 
-def read_batch(buffers: Buffers, keys: Sequence[str], lists: Sequence[BufferList]) -> tuple[Batch, list[ReadRequest]]:
-    """Gets of whole objects, spread over their parts."""
-    batch = Batch(len(keys))
-    requests: list[ReadRequest] = []
-    for at, (key, pieces) in enumerate(zip(keys, lists, strict=True)):
-        try:
-            parts = parts_of(buffers, pieces)
-        except EgmError as error:
-            batch.refuse(at, error)
-            continue
-        requests.append(_make(ReadRequest, (key, parts, None)))
-        batch.ask(at)
-    return batch, requests
+class Writes:
+    """Puts of whole objects laid together from their parts, likewise.
+
+    Asking for one raises `InvalidBuffer`, `InvalidRequest`, and `ObjectExists` for a key that was there before.
+    """
+
+    def __init__(self, buffers: Buffers, keys: Sequence[str], lists: Sequence[BufferList]) -> None:
+        self._buffers = buffers
+        self._keys = keys
+        self._lists = lists
+        self._first: dict[str, int] = {}
+        if len(set(keys)) < len(keys):
+            for at, key in enumerate(keys):
+                self._first.setdefault(key, at)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, at: int) -> WriteRequest:
+        key = self._keys[at]
+        if self._first and self._first[key] != at:
+            raise ObjectExists("is put twice in this batch", where=f"object {key!r}")
+        parts = parts_of(self._buffers, self._lists[at])
+        total = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
+        if not key or total == 0:
+            raise InvalidRequest("keys are not empty, and objects have at least one byte", where=f"object {key!r}")
+        made: WriteRequest = _make(WriteRequest, (key, total, parts, None))
+        return made
+
+
+def singles(addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[BufferList]:
+    """One part for each object."""
+    return list(zip(zip(addresses, sizes, strict=True), strict=True))
 
 
 def check_range(key: str, size: int, offset: int, length: int) -> None:

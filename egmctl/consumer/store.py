@@ -25,7 +25,7 @@ from egmctl.consumer.host_copy import Copier, HostCopier
 from egmctl.consumer.keylocks import KeyLocks
 from egmctl.consumer.master_link import Location
 from egmctl.consumer.reader import ReadRequest, ReadRound
-from egmctl.consumer.requests import BufferList, check_range, loose, part_of_bytes, read_batch, write_batch
+from egmctl.consumer.requests import BufferList, Reads, Writes, check_range, loose, part_of_bytes, singles
 from egmctl.consumer.session import Session
 from egmctl.consumer.sparse import gather_objects, scatter_request
 from egmctl.consumer.transfer import BatchTransfer, Transfer, single
@@ -167,9 +167,7 @@ class EgmStore:
     ) -> list[int | EgmError]:
         """Put several objects; see the class for what is returned."""
         check_batch(keys, addresses, sizes)
-        return self.batch_put_from_multi_buffers(
-            keys, [[pair] for pair in zip(addresses, sizes, strict=True)], config=config, stream=stream
-        )
+        return self.batch_put_from_multi_buffers(keys, singles(addresses, sizes), config=config, stream=stream)
 
     @keeps_device
     def batch_put_from_multi_buffers(
@@ -183,10 +181,10 @@ class EgmStore:
         """Put several objects, each laid together from its parts in order."""
         check_batch(keys, buffers)
         self._open()
-        batch, requests = write_batch(self._buffers, keys, buffers)
-        held = self._locks.acquire([request.key for request in requests], self._engine.timing.put_deadline)
+        requests = Writes(self._buffers, keys, buffers)
+        held = self._locks.acquire(keys, self._engine.timing.put_deadline)
         try:
-            return batch.merge(write_all(self._engine, requests, config or ReplicateConfig(), stream=stream))
+            return write_all(self._engine, requests, config or ReplicateConfig(), stream=stream)
         finally:
             self._locks.release(held)
 
@@ -213,9 +211,9 @@ class EgmStore:
         check_batch(keys, addresses, sizes)
         config = config or ReplicateConfig()
         self._open()
-        batch, requests = write_batch(self._buffers, keys, [[pair] for pair in zip(addresses, sizes, strict=True)])
-        held = self._locks.acquire([request.key for request in requests], self._engine.timing.put_deadline)
-        first = WriteRound(self._engine, list(enumerate(requests)), config, stream)
+        requests = Writes(self._buffers, keys, singles(addresses, sizes))
+        held = self._locks.acquire(keys, self._engine.timing.put_deadline)
+        first = WriteRound(self._engine, requests, config, stream)
         try:
             first.start()
         except BaseException:
@@ -224,7 +222,7 @@ class EgmStore:
             raise
 
         def finish() -> list[int | EgmError]:
-            return batch.merge(write_all(self._engine, requests, config, stream=stream, first=first))
+            return write_all(self._engine, requests, config, stream=stream, first=first)
 
         return self._under_way(first, finish, lambda: self._locks.release(held))
 
@@ -267,9 +265,7 @@ class EgmStore:
     ) -> list[int | EgmError]:
         """Get several objects; see the class for what is returned."""
         check_batch(keys, addresses, capacities)
-        return self.batch_get_into_multi_buffers(
-            keys, [[pair] for pair in zip(addresses, capacities, strict=True)], stream=stream
-        )
+        return self.batch_get_into_multi_buffers(keys, singles(addresses, capacities), stream=stream)
 
     @keeps_device
     def batch_get_into_multi_buffers(
@@ -278,8 +274,7 @@ class EgmStore:
         """Get several objects, each spread over its parts in order; the parts together hold at least the object."""
         check_batch(keys, buffers)
         self._open()
-        batch, requests = read_batch(self._buffers, keys, buffers)
-        return batch.merge(read_all(self._engine, requests, stream=stream))
+        return read_all(self._engine, Reads(self._buffers, keys, buffers), stream=stream)
 
     def get_into_async(self, key: str, address: int, capacity: int, *, stream: int | None = None) -> Transfer:
         """Locate and begin to copy, ordered after what ``stream`` holds; the bytes are right once `Transfer.result`
@@ -293,8 +288,8 @@ class EgmStore:
         """As `get_into_async`, for several."""
         check_batch(keys, addresses, capacities)
         self._open()
-        batch, requests = read_batch(self._buffers, keys, [[pair] for pair in zip(addresses, capacities, strict=True)])
-        first = ReadRound(self._engine, list(enumerate(requests)), stream)
+        requests = Reads(self._buffers, keys, singles(addresses, capacities))
+        first = ReadRound(self._engine, requests, stream)
         try:
             first.start()
         except BaseException:
@@ -302,7 +297,7 @@ class EgmStore:
             raise
 
         def finish() -> list[int | EgmError]:
-            return batch.merge(read_all(self._engine, requests, stream=stream, first=first))
+            return read_all(self._engine, requests, stream=stream, first=first)
 
         return self._under_way(first, finish, lambda: None)
 

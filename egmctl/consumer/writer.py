@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from egmctl.consumer.engine import AHEAD, Engine, Part, settle, split_batch
+from egmctl.consumer.engine import AHEAD, Engine, Part, Routes, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, ObjectNotFound, StaleAllocation, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Answer, Reserved
@@ -21,7 +21,7 @@ from egmctl.consumer.reader import is_bound
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
 
-__all__ = ["WriteRequest", "WriteRound"]
+__all__ = ["WriteRequest", "WriteRequests", "WriteRound"]
 
 
 class WriteRequest(NamedTuple):
@@ -48,6 +48,13 @@ class _Piece:
     recorded: bool = False
 
 
+class WriteRequests(Protocol):
+    """Requests by number. Asking for one may raise what is wrong with it, an `EgmError`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, at: int, /) -> WriteRequest: ...
+
+
 class WriteRound:
     """One attempt at some requests. `start` reserves and begins to copy, `wait` waits, `settle` publishes; `outcomes`
     then holds for each index its size, an error, or `Again`. `abandon` gives everything back that is not published."""
@@ -55,13 +62,16 @@ class WriteRound:
     def __init__(
         self,
         engine: Engine,
-        requests: Sequence[tuple[int, WriteRequest]],
+        requests: WriteRequests,
         config: ReplicateConfig,
         stream: int | None = None,
+        todo: Sequence[int] | None = None,
     ) -> None:
+        """``todo`` are the numbers of the requests; all of them, unless given."""
         self._engine = engine
         self.driver = engine.driver
         self._requests = requests
+        self._todo = range(len(requests)) if todo is None else todo
         self._config = config
         self._stream = stream
         self._pieces: list[_Piece] = []
@@ -71,35 +81,42 @@ class WriteRound:
         self.outcomes: dict[int, int | EgmError | Again] = {}
 
     def start(self) -> None:
-        asked = []
-        for index, request in self._requests:
-            refusal = self._engine.oversize.refusal(request.key, request.nbytes)
-            if refusal is None:
-                asked.append((index, request))
-            else:
-                self.outcomes[index] = refusal
-        self._start(asked)
+        self._start(self._todo)
         # Space at endpoints that were bound only now was given back; it is asked for once more, now after binding.
-        late = [(index, request) for index, request in self._requests if is_bound(self.outcomes.get(index))]
+        late = [number for number, outcome in self.outcomes.items() if is_bound(outcome)]
         if late:
-            for index, _ in late:
-                del self.outcomes[index]
-            self._start(late)
+            for number in late:
+                del self.outcomes[number]
+            self._start(sorted(late))
 
-    def _start(self, requests: Sequence[tuple[int, WriteRequest]]) -> None:
-        pieces = [requests[each] for each in split_batch(len(requests))] if requests else []
+    def _start(self, todo: Sequence[int]) -> None:
+        pieces = [todo[each] for each in split_batch(len(todo))]
         asked = deque(self._ask(piece) for piece in pieces[:AHEAD])
-        for number, piece in enumerate(pieces):
-            deadline, answer = asked.popleft()
-            self._launch(piece, answer(), deadline)
-            if number + AHEAD < len(pieces):  # while what was reserved is being written
-                asked.append(self._ask(pieces[number + AHEAD]))
+        for at in range(len(pieces)):
+            requests, deadline, answer = asked.popleft()
+            if answer is not None:
+                self._launch(requests, answer(), deadline)
+            if at + AHEAD < len(pieces):  # while what was reserved is being written
+                asked.append(self._ask(pieces[at + AHEAD]))
 
-    def _ask(self, requests: Sequence[tuple[int, WriteRequest]]) -> tuple[float, Answer[Reserved]]:
-        keys, sizes = [each.key for _, each in requests], [each.nbytes for _, each in requests]
+    def _ask(self, todo: Sequence[int]) -> tuple[list[tuple[int, WriteRequest]], float, Answer[Reserved] | None]:
+        requests: list[tuple[int, WriteRequest]] = []
+        oversize = self._engine.oversize
+        for number in todo:
+            try:
+                request = self._requests[number]
+                refusal = oversize.refusal(request.key, request.nbytes) if oversize.active else None
+                if refusal is not None:
+                    raise refusal
+                requests.append((number, request))
+            except EgmError as error:
+                self.outcomes[number] = error
         deadline = time.monotonic() + self._engine.timing.put_deadline
+        if not requests:
+            return requests, deadline, None
+        keys, sizes = [each.key for _, each in requests], [each.nbytes for _, each in requests]
         self._held.update(dict.fromkeys(keys))  # from here on until it is known that the Master holds nothing
-        return deadline, self._engine.master.put_start(keys, sizes, self._config)
+        return requests, deadline, self._engine.master.put_start(keys, sizes, self._config)
 
     def _launch(
         self,
@@ -117,7 +134,10 @@ class WriteRound:
                 self.outcomes[index] = self._no_space(request, reserved) if isinstance(reserved, NoSpace) else reserved
                 continue
             try:
-                targets = self._only(reserved) or self._targets(reserved)
+                if self._launch_simple(request, reserved, routes):
+                    flights.append((index, request, reserved))
+                    continue
+                targets = self._targets(reserved)
                 if request.custom is not None:
                     custom.append((request, targets))
                 # Nothing may be written for a put that is refused: its space is given back while the others are copied.
@@ -137,14 +157,13 @@ class WriteRound:
         self._engine.oversize.note(request.nbytes)
         return self._engine.oversize.refusal(request.key, request.nbytes) or Again(error)
 
-    def _only(self, reserved: Reserved) -> list[Target] | None:
-        """The target of a put of one replica, where nothing is the matter with it."""
-        if len(reserved.places) != 1 or reserved.elsewhere:
-            return None
-        try:
-            return [self.pins.resolve(reserved.places[0], reserved.asked_at)]
-        except Unreachable:
-            return None
+    def _launch_simple(self, request: WriteRequest, reserved: Reserved, routes: Routes) -> bool:
+        """What most objects of a batch are: one replica, from one buffer, into a chunk in use already."""
+        parts, places = request.parts, reserved.places
+        if len(parts) != 1 or len(places) != 1 or reserved.elsewhere or request.custom is not None:
+            return False
+        near = self.pins.near(places[0], reserved.asked_at)
+        return near is not None and routes.add_near(near, places[0].address, parts[0], write=True)
 
     def _targets(self, reserved: Reserved) -> list[Target]:
         targets: list[Target] = []
