@@ -25,6 +25,8 @@ INTERVAL = 1.0
 """Seconds between two looks; a Master of 0.3.14 schedules the units of a drain job every half second."""
 
 BATCH = 64
+ROUNDS = 32
+"""Batches of one look: a Master that never runs out of tasks does not keep the worker."""
 
 
 class Tasks:
@@ -49,7 +51,10 @@ class Tasks:
             return False
         link = self._pool.link(heartbeat.master)
         try:
-            while found := link.refuse_tasks(heartbeat.client, REFUSAL, BATCH):
+            for _ in range(ROUNDS):
+                found = link.refuse_tasks(heartbeat.client, REFUSAL, BATCH)
+                if not found:
+                    break
                 self._pool.meters.count("tasks_refused", found)
                 print(f"{time.strftime('%H:%M:%S')} {found} copy or move task(s) refused", file=sys.stderr, flush=True)
         except EgmError as error:

@@ -188,6 +188,20 @@ def test_a_master_of_a_later_version_is_understood_all_through_a_pools_life(path
         assert {"Ping", "FetchTasks", "PutStart", "GetReplicaList"} <= {call for call, _ in master.log}
 
 
+def test_a_master_that_never_runs_out_of_tasks_does_not_keep_the_pool_from_its_teardown(paths: Paths) -> None:
+    class Endless(FakeMaster):
+        def _do_FetchTasks(self, arguments: Any) -> list[Any]:
+            return [((7, 8), 1, "{}", 0, 3)]
+
+    with Endless() as master, provisioned(paths, master) as agent:
+        run(agent, "mount", agent.pool.mount)
+        until(lambda: len(master.completed) > 1)
+        job = agent.command("teardown", lambda task: agent.pool.teardown(task, 0.0))
+        until(lambda: job.done(0), 20)
+        job.wait()
+        assert (agent.pool.state, master.segments) == ("gone", {})
+
+
 def test_a_refusal_counts_as_not_done_only_when_it_says_so() -> None:
     assert certainly_not_done(MasterRefused("MountSegment", -1700))
     assert certainly_not_done(MasterRefused("MountSegment", -600))
