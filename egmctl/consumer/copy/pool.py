@@ -60,7 +60,7 @@ class ErrorWord(NamedTuple):
 class Borrowed:
     """What one copy has of a pool. Not thread-safe: it belongs to the copy."""
 
-    __slots__ = ("blocks", "events", "pool", "streams", "word")
+    __slots__ = ("blocks", "events", "lane", "pool", "streams", "word")
 
     def __init__(self, pool: DevicePool) -> None:
         self.pool = pool
@@ -68,6 +68,12 @@ class Borrowed:
         self.events: list[int] = []
         self.blocks: list[Block] = []
         self.word: ErrorWord | None = None
+        self.lane: int | None = None
+
+    def shared(self, put: bool) -> int:
+        """The stream on which all large copies of one direction are queued, one behind the other."""
+        self.lane = self.pool.take_lane(put)
+        return self.lane
 
     def stream(self) -> int:
         stream = self.pool.take_stream()
@@ -119,6 +125,7 @@ class DevicePool:
         self._free: dict[tuple[str, int], list[Block]] = {}
         self._free_bytes = 0
         self._every_stream: list[int] = []
+        self._lanes: dict[bool, int] = {}
         self._every_event: list[int] = []
         self._word_pages: list[tuple[int, int]] = []
         self._in_flight: set[Submitted] = set()
@@ -153,6 +160,16 @@ class DevicePool:
         stream = self.driver.stream_create()
         self._every_stream.append(stream)
         return stream
+
+    def take_lane(self, put: bool) -> int:
+        lane = self._lanes.get(put)
+        if lane is None:
+            with self._lock:
+                lane = self._lanes.get(put)
+                if lane is None:
+                    lane = self._lanes[put] = self.driver.stream_create()
+                    self._every_stream.append(lane)
+        return lane
 
     def take_event(self) -> int:
         for attempt in range(2):
@@ -265,6 +282,7 @@ class DevicePool:
         self.driver.use_device(self.device)
         with self._lock:
             streams, self._every_stream, self._streams = self._every_stream, [], []
+            self._lanes = {}
             events, self._every_event, self._events = self._every_event, [], []
             blocks = [block for free in self._free.values() for block in free]
             pages, self._word_pages, self._words = self._word_pages, [], []
