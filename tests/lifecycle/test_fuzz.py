@@ -13,7 +13,7 @@ import sqlite3
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -384,12 +384,12 @@ def test_whatever_an_http_server_answers_is_data_or_an_error(status: bytes, head
 def test_whatever_a_master_answers_is_an_answer_or_an_error(call: str, body: bytes) -> None:
     with FakeMaster() as master, MasterClient(master.address, timeout=2.0) as client, bounded():
         master.garbage[call] = body
-        asked = {
+        questions: dict[str, Callable[[], object]] = {
             "Ping": lambda: client.ping((1, 2)),
             "QuerySegmentStatusById": lambda: client.query_segment_status_by_id((1, 2)),
             "FetchTasks": lambda: client.fetch_tasks((1, 2)),
             "GetReplicaList": lambda: client.get_replica_list("k"),
-        }[call]
+        }
         with suppress(EgmError):
-            asked()
+            questions[call]()
         assert client.service_ready() == "2.0.0"
