@@ -147,6 +147,7 @@ class Tender:
                 segments.offer(pool, sorted(wanted), instead_of=rows)
             pool.meters.count("remounts", len(wanted))
         except Cancelled:
+            self._not_before = time.monotonic() + pool.plan.lease_ttl  # as below
             raise
         except LedgerWriteError as error:
             self._not_before = time.monotonic() + RETRY

@@ -7,8 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from tests.provider.pools import (
     agent_here,
     listed,
     mapped_here,
+    private_paths,
     provision_and_mount,
     run,
     small_plan,
@@ -288,6 +290,50 @@ def test_a_dead_child_is_replaced_on_its_data_port_and_the_objects_stay(quick_ma
         child = next(r for r in agent.pool.record_now().resources if r.kind == "engine")
         assert child.detail["pid"] == engine.pid
         assert agent.pool.parts.engine_deaths
+        teardown_now(agent)
+
+
+def test_a_full_pool_whose_child_was_replaced_is_ready_although_its_probe_lands_in_another_pool(
+    quick_master: Master, paths: Paths, tmp_path: Path
+) -> None:
+    with mounted(quick_master, paths) as agent, MasterClient(quick_master.address) as client:
+        config = ReplicateConfig(with_hard_pin=True)
+        with suppress(MasterRefused):  # until it is full
+            for number in range(64):
+                client.put_start(CLIENT, f"filler-{number}", 1 << 20, config)
+                client.put_end(CLIENT, f"filler-{number}")
+        with private_paths(tmp_path / "other") as others, mounted(quick_master, others, name="other") as other:
+            engine = agent.pool.parts.engine
+            assert engine is not None
+            assert engine.pid is not None
+            with traced() as trace:
+                os.kill(engine.pid, signal.SIGKILL)
+                until(lambda: "provider.probe.revoke" in trace.sites(), 30)
+                until(lambda: ready(agent), 5)
+            assert any("no room in this pool's chunks" in text for text in agent.pool.warnings)
+            teardown_now(other)
+        teardown_now(agent)
+
+
+def test_a_mending_that_a_command_interrupted_goes_on_only_after_the_leases(quick_master: Master, paths: Paths) -> None:
+    with mounted(quick_master, paths, lease_ttl=3) as agent:
+        times: list[float] = []
+        with traced() as trace:
+            original = trace.before
+
+            def interrupt(site: str, detail: dict[str, object]) -> None:
+                original(site, detail)
+                if site == "mooncake.master.mount_segment":
+                    times.append(time.monotonic())
+                    if len(times) == 1:
+                        agent.command("another command", lambda task: None)
+
+            trace.before = interrupt  # type: ignore[method-assign]
+            quick_master.kill()
+            quick_master.start()
+            until(lambda: len(times) >= 3 and ready(agent), 30)
+        # The first was mounted, and may have been read, when the command came.
+        assert times[1] - times[0] >= 3
         teardown_now(agent)
 
 
