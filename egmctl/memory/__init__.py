@@ -27,11 +27,13 @@ def provider_memory(
     huge_page_bytes: int = 0,
     address_hint: int | None = None,
     devices: Sequence[int] | None = None,
+    avoid: Sequence[tuple[int, int]] = (),
 ) -> ProviderMemory:
     """The provider's end of a memory kind, with addresses for ``total_bytes`` reserved and nothing allocated.
 
     ``huge_page_bytes`` (``shm`` only) is the huge page size to use, 0 for normal pages. ``address_hint`` forces the
-    start of the range. ``devices`` are the GPUs that get access (CUDA kinds), all visible ones when None.
+    start of the range. ``devices`` are the GPUs that get access (CUDA kinds), all visible ones when None. ``avoid`` are
+    ranges, (start, end), in which no chunk may lie (CUDA kinds).
     """
     if kind == "shm":
         from egmctl.memory.shm import ShmProvider
@@ -39,7 +41,7 @@ def provider_memory(
         return ShmProvider(total_bytes, huge_page_bytes=huge_page_bytes, address_hint=address_hint)
     from egmctl.memory.cuda import CudaProvider
 
-    return CudaProvider(kind, total_bytes, address_hint=address_hint, devices=devices)
+    return CudaProvider(kind, total_bytes, address_hint=address_hint, devices=devices, avoid=avoid)
 
 
 def import_share(share: Share, *, devices: Sequence[int], address: int | None = None) -> Mapping:

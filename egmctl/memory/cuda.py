@@ -26,6 +26,7 @@ ADDRESS_ALIGNMENT = 16 * MIB
 _HANDLE_TYPES: dict[str, HandleType] = {"cuda-fabric": HandleType.FABRIC, "cuda-posix": HandleType.POSIX_FD}
 _INVALID_VALUE, _OUT_OF_MEMORY, _NO_DEVICE, _INVALID_DEVICE = 1, 2, 100, 101
 _NOT_PERMITTED, _NOT_SUPPORTED = 800, 801
+_OFFERS = 256
 
 
 def driver_or_refuse(kind: str) -> Driver:
@@ -171,9 +172,8 @@ class CudaProvider:
     """`ProviderMemory` for the CUDA kinds; the GPUs in ``devices`` (all visible ones when None) get access.
 
     Addresses come from one reservation for the whole pool, made by the first chunk, handed out upwards and never
-    twice; chunks created beyond ``total_bytes`` (one released and made anew) get a further reservation. Each lies
-    somewhere random: left to itself the driver gives every fresh process the same address, and a stock consumer that
-    remembers an earlier agent's mappings by endpoint and address would take them for this one's.
+    twice; chunks created beyond ``total_bytes`` (one released and made anew) get a further reservation. Left to
+    itself the driver gives every fresh process the same address; ``avoid`` are ranges to stay away from.
     """
 
     def __init__(
@@ -183,6 +183,7 @@ class CudaProvider:
         *,
         address_hint: int | None = None,
         devices: Sequence[int] | None = None,
+        avoid: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.kind: MemoryKind = kind
         self.warnings: list[str] = []
@@ -193,6 +194,7 @@ class CudaProvider:
             self._rdma = all(self._driver.attribute(device, flag) == 1 for device in self._devices)
         self._total_bytes = total_bytes
         self._hint = address_hint
+        self._avoid = tuple(avoid)
         self._chunks: list[CudaChunk] = []
         self._ranges: list[tuple[int, int]] = []
         self._next = self._end = 0
@@ -283,16 +285,37 @@ class CudaProvider:
         return address
 
     def _reserve(self, nbytes: int, alignment: int, hint: int | None) -> int:
-        wish = linux.unlikely_address(alignment) if hint is None else hint
+        if hint is None and self._avoid:
+            return self._reserve_elsewhere(nbytes, alignment)
         with step("memory.cuda.reserve", nbytes=nbytes):
-            address = self._driver.address_reserve(nbytes, alignment, wish)
+            address = self._driver.address_reserve(nbytes, alignment, hint or 0)
             self._ranges.append((address, nbytes))
-        if hint is None and address != wish:
-            self.warnings.append(
-                "the driver chose the pool's addresses itself: after a restart on the same fixed port, start the stock "
-                "consumers anew as well, since they remember mappings by endpoint and address"
-            )
         if hint is not None and address != hint:
             self.close()
             raise FailedError(f"the driver gave {address:#x} instead", where=f"address {hint:#x}")
         return address
+
+    def _reserve_elsewhere(self, nbytes: int, alignment: int) -> int:
+        """Beyond all that is to be avoided; where the driver does not go there when asked, it is given no other choice
+        by holding on to what it offers."""
+        end = max(end for _, end in self._avoid)
+        wish = -(-end // alignment) * alignment
+        offered: list[tuple[int, int]] = []
+        try:
+            for _ in range(_OFFERS):
+                with step("memory.cuda.reserve_elsewhere", nbytes=nbytes):
+                    address = self._driver.address_reserve(nbytes, alignment, wish)
+                    self._ranges.append((address, nbytes))
+                if all(stop <= address or address + nbytes <= start for start, stop in self._avoid):
+                    return address
+                offered.append((address, nbytes))
+        finally:
+            for one in offered:
+                with step("memory.cuda.unreserve_offer"):
+                    self._driver.address_free(*one)
+                    self._ranges.remove(one)
+        raise PreflightError(
+            f"the driver offers only addresses that were published before under the same endpoint ({_OFFERS} tries)",
+            where=f"memory kind {self.kind}",
+            hint="give local_hostname another port, or none",
+        )

@@ -13,6 +13,7 @@ from egmctl.errors import CleanupPendingError
 from egmctl.ledger import is_running
 from egmctl.memory import provider_memory
 from egmctl.provider import holders
+from egmctl.provider.remembered import recall
 from egmctl.steps import step
 from egmctl.units import format_size
 
@@ -109,8 +110,12 @@ class Memory:
         plan, parts = pool.plan, pool.parts
         specs = [chunk.spec() for chunk in plan.chunks]
         if parts.memory is None:
+            known = recall(pool.paths, pool.record_now().endpoint) if pool.remembered else []
             parts.memory = provider_memory(
-                plan.memory_kind, total_bytes=plan.effective_bytes, huge_page_bytes=plan.huge_page_bytes
+                plan.memory_kind,
+                total_bytes=plan.effective_bytes,
+                huge_page_bytes=plan.huge_page_bytes,
+                avoid=known,
             )
         memory = parts.memory
         memory.preflight(specs)

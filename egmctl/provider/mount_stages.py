@@ -14,6 +14,7 @@ from egmctl.provider import segments
 from egmctl.provider.heartbeat import Heartbeat
 from egmctl.provider.listing import first_chunk_listed, foreign_segments
 from egmctl.provider.local_stages import Endpoint
+from egmctl.provider.remembered import remember
 from egmctl.steps import step
 
 if TYPE_CHECKING:
@@ -108,6 +109,9 @@ class Publication:
             # Those that are registered are being moved from one Master to another.
             new = [chunk for _, chunk in sorted(parts.chunks.items()) if not parts.registry.holds(chunk)]
             parts.registry.register_remote(new)
+        if pool.remembered:
+            ranges = [(chunk.address, chunk.address + chunk.spec.nbytes) for chunk in parts.chunks.values()]
+            remember(pool.paths, pool.record_now().endpoint, ranges)
         self.publish(pool)
 
     @staticmethod

@@ -100,6 +100,11 @@ class Pool:
         server = self.plan.mooncake.metadata_server
         return None if server == "P2PHANDSHAKE" else server
 
+    @property
+    def remembered(self) -> bool:
+        """Whether stock consumers may know an earlier agent under our very endpoint, and keep its memory mapped."""
+        return self.protocol == "nvlink" and self.fixed_port is not None and self.metadata_url is None
+
     def record_now(self) -> PoolRecord:
         return self.ledger.pool()
 

@@ -267,14 +267,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.stdout.close()
 
 
-def test_a_restarted_provider_has_another_address_and_an_old_mapping_still_the_old_bytes(config: Config) -> None:
+def test_a_restarted_provider_has_the_same_address_and_an_old_mapping_still_the_old_bytes(config: Config) -> None:
     use_model(config)
     first, old_share, old_address = start_provider(config, "old!")
     mapping = import_share(old_share, devices=[], address=None)
     stop(first)
     second, new_share, new_address = start_provider(config, "new!")
     try:
-        assert new_address != old_address, "left to itself the driver would give the same"
+        assert new_address == old_address
         assert bytes(mapping.host_view()[:4]) == b"old!"
         assert new_share.fabric != old_share.fabric
         with pytest.raises(CudaError):
@@ -496,3 +496,30 @@ def test_a_shm_mapping_that_cannot_be_unregistered_stays_and_is_closed_later(con
     assert model.leaks() == {}
     memory.release(chunk)
     memory.close()
+
+
+@pytest.mark.parametrize("obeys", [True, False], ids=["where asked", "where the driver likes"])
+def test_ranges_to_be_avoided_are_avoided_and_nothing_more_stays_reserved(
+    config: Config, obeys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = use_model(config)
+    if not obeys:
+        real = model.address_reserve
+        monkeypatch.setattr(model, "address_reserve", lambda nbytes, alignment=0, hint=0: real(nbytes, alignment))
+    ranges: list[tuple[int, int]] = []
+    for _ in range(4):
+        memory = CudaProvider("cuda-fabric", 2 * UNIT, avoid=ranges)
+        chunks = [memory.create(ChunkSpec(index, 0, UNIT), lambda _: None) for index in (0, 1)]
+        for chunk in chunks:
+            here = (chunk.address, chunk.address + UNIT)
+            assert all(end <= here[0] or here[1] <= start for start, end in ranges)
+        assert model.leaks()["reservations"] == 1
+        ranges += [(chunk.address, chunk.address + UNIT) for chunk in chunks]
+        for chunk in chunks:
+            memory.release(chunk)
+        memory.close()
+    memory = CudaProvider("cuda-fabric", UNIT, avoid=[(0, 1 << 62)])
+    with pytest.raises(PreflightError, match="published before"):
+        memory.create(ChunkSpec(0, 0, UNIT), lambda _: None)
+    memory.close()
+    assert model.leaks() == {}
