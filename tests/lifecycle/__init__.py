@@ -1,0 +1,57 @@
+"""The lifecycle in trouble, and the table of hazards: what fails when the rule is taken away.
+
+A hazard's number and rule are those of the project's list of races. Each line names a test, from the folder ``tests`` on; that
+they exist is a test of its own (``test_hazards.py``).
+
+ 1  provider/test_lifecycle.py::test_a_pool_that_is_gone_can_be_provisioned_anew_and_forgotten    (nonces)
+ 1  provider/test_lifecycle.py::test_a_fixed_port_is_used_again_only_once_its_earlier_owners_segments_are_gone
+ 1  memory/test_shm.py::test_an_address_is_never_used_for_another_chunk_and_stays_reserved
+ 1  memory/test_shm.py::test_two_pools_of_the_same_plan_get_different_addresses
+ 1  consumer/test_hazards.py::test_a_reborn_provider_never_passes_its_bytes_as_the_old_object
+ 1  consumer/test_end_to_end.py::test_an_agent_killed_and_started_anew_on_the_same_port_never_yields_wrong_bytes
+ 2  lifecycle/test_hazards.py::test_the_complete_descriptor_is_published_before_the_first_segment_is_mounted
+ 2  consumer/test_hazards.py::test_a_chunk_published_after_binding_is_found
+ 3  provider/test_trouble.py::test_after_a_master_restart_all_chunks_are_mounted_anew_but_not_before_the_lease_time
+ 3  consumer/test_hazards.py::test_a_get_during_which_the_master_was_restarted_is_done_again
+ 3  consumer/test_hazards.py::test_a_put_during_which_the_master_was_restarted_publishes_no_mixture
+ 4  provider/test_trouble.py::test_a_mount_that_is_answered_late_keeps_its_memory_until_it_is_unmounted
+ 4  provider/test_trouble.py::test_a_mount_that_never_arrived_is_fenced_by_silence_before_its_memory_goes
+ 4  lifecycle/test_master_trouble.py::test_whatever_a_master_does_to_a_mount_it_is_undone_or_kept_and_can_be_repeated
+ 4  lifecycle/test_hazards.py::test_changes_to_a_master_come_from_one_thread_one_after_the_other
+ 5  provider/test_trouble.py::test_tending_never_mounts_while_a_teardown_has_begun
+ 5  lifecycle/test_hazards.py::test_the_list_of_a_remount_is_empty_from_the_first_ping_on
+ 6  provider/test_lifecycle.py::test_a_second_master_is_refused_while_the_first_lists_the_chunks
+ 6  provider/test_lifecycle.py::test_a_master_whose_process_is_gone_is_fenced_before_the_pool_goes_to_another
+ 6  lifecycle/test_masters.py::test_a_mount_that_is_not_settled_at_one_master_keeps_the_pool_from_another
+ 7  lifecycle/test_hazards.py::test_no_two_attempts_to_mount_share_an_id
+ 7  provider/test_lifecycle.py::test_a_teardown_without_the_master_keeps_the_memory_and_the_same_command_finishes_later
+ 8  consumer/test_hazards.py::test_a_transfer_that_outlasted_its_lease_asks_again_before_it_says_done
+ 8  consumer/test_hazards.py::test_a_session_refuses_to_read_after_its_lease
+ 9  consumer/test_hazards.py::test_a_put_later_than_its_deadline_is_not_published
+ 9  consumer/test_hazards.py::test_a_late_put_leaves_the_retry_of_the_same_key_alone
+10  consumer/test_sessions_and_gathers.py::test_a_bad_offset_is_an_error_and_nothing_is_read
+10  consumer/test_sessions_and_gathers.py::test_a_scatter_outside_its_object_writes_and_publishes_nothing
+10  consumer/copy/test_gather.py::test_scatter_writes_every_entry_and_nothing_beside_them
+11  planning/test_spec.py::test_a_loopback_name_with_a_master_elsewhere_is_refused
+11  consumer/test_hazards.py::test_an_endpoint_and_a_socket_of_two_incarnations_are_not_mixed
+12  lifecycle/test_hazards.py::test_the_owner_of_the_memory_runs_no_transfer_engine
+12  lifecycle/test_drain.py::test_the_memory_goes_after_the_grace_the_leases_and_the_importers  (child first)
+12  provider/test_trouble.py::test_a_dead_child_is_replaced_on_its_data_port_and_the_objects_stay
+12  provider/test_trouble.py::test_pings_go_on_time_while_the_worker_is_busy
+13  provider/test_lifecycle.py::test_an_importer_is_told_given_a_moment_and_then_named
+13  provider/test_lifecycle.py::test_an_importer_that_outlives_a_killed_agent_is_named
+13  lifecycle/test_hazards.py::test_memory_that_does_not_come_back_is_told_in_bytes
+13  consumer/test_hazards.py::test_idle_mappings_go_when_their_chunk_is_withdrawn_or_its_agent_ends
+14  memory/test_shm.py::test_a_peer_can_neither_shrink_nor_grow_nor_unseal_the_file
+14  memory/test_shm.py::test_a_file_that_could_still_be_shrunk_or_unsealed_is_refused
+15  lifecycle/test_hazards.py::test_a_handle_that_comes_back_with_another_nonce_is_another_allocation
+16  consumer/test_hazards.py::test_a_get_during_which_the_key_was_overwritten_by_force_returns_the_new_object
+16  consumer/test_hazards.py::test_a_get_during_which_the_key_was_removed_by_force_says_so
+16  consumer/test_hazards.py::test_the_same_place_taken_by_the_same_key_again_is_still_another_object
+17  mooncake/test_transfer_engine.py::test_the_child_does_not_outlive_a_parent_that_was_killed
+17  provider/test_lifecycle.py::test_after_a_killed_agent_status_says_so_and_teardown_cleans_up_from_the_ledger
+18  mooncake/test_transfer_engine.py::test_a_running_store_client_goes_on_after_the_child_was_killed_and_replaced
+18  provider/test_trouble.py::test_a_lost_data_port_moves_the_pool_to_a_new_endpoint_and_says_so
+19  provider/test_trouble.py::test_objects_stay_readable_through_the_grace_and_the_memory_through_the_leases
+19  lifecycle/test_hazards.py::test_what_is_in_use_is_read_before_the_grace_begins
+"""
