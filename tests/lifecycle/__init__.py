@@ -1,7 +1,7 @@
 """The lifecycle in trouble, and the table of hazards: what fails when the rule is taken away.
 
-A hazard's number and rule are those of the project's list of races. Each line names a test, from the folder ``tests`` on; that
-they exist is a test of its own (``test_hazards.py``).
+A hazard's number and rule are those of the project's list of races. Each line names a test, from the folder ``tests``
+on; that they exist is a test of its own (``test_hazards.py``).
 
  1  provider/test_lifecycle.py::test_a_pool_that_is_gone_can_be_provisioned_anew_and_forgotten    (nonces)
  1  provider/test_lifecycle.py::test_a_fixed_port_is_used_again_only_once_its_earlier_owners_segments_are_gone
