@@ -150,9 +150,11 @@ class Session:
         right."""
         with self._lock:
             self._opened()
-            answers = self._engine.master.locate(self._keys)()
-            for key, answer in zip(self._keys, answers, strict=True):
-                location, place, _ = self._object(key)
+            found = [self._object(key) for key in self._keys]
+            answers = self._engine.master.look_again([location for location, _, _ in found])()
+            for (location, place, _), answer in zip(found, answers, strict=True):
+                if answer is None:
+                    continue
                 if not isinstance(answer, Location) or not answer.still_holds(place, location):
                     return False
             return not self._opened().confirm()

@@ -57,9 +57,11 @@ def _run_part(number: int, world: Any) -> None:
     what, limit = PARTS[number]
     began = time.monotonic()
     print(f"part {number}, {what} ...", file=sys.stderr, flush=True)
+    said = tempfile.TemporaryFile()  # noqa: SIM115 - read when the child has ended
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.benchmarks.consumer_h200", "--part", str(number), "--world", world.to_json()],
         stdin=subprocess.DEVNULL,
+        stderr=said,
         start_new_session=True,
     )
     try:
@@ -73,7 +75,11 @@ def _run_part(number: int, world: Any) -> None:
         except ProcessLookupError:
             pass
         child.wait()
-        Rows(world, number).add(f"part {number}, {what}: {problem}", good=False)
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+        Rows(world, number).add(f"part {number}, {what}: {problem}", good=False, said=lines[-1:])
+        print("\n".join(lines[-25:]), file=sys.stderr)
+    said.close()
     print(f"part {number}: {time.monotonic() - began:.1f} s {problem}", file=sys.stderr, flush=True)
 
 
