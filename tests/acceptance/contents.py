@@ -20,12 +20,14 @@ from typing import Any
 __all__ = ["Worker", "body", "claims", "sizes", "workers"]
 
 HEAD = 64
+_UNIT = 10007
+"""Bytes after which an object repeats itself: a prime, so that no page of it is like another."""
 
 
 def sizes(count: int, seed: int) -> list[int]:
     """4 KiB to 8 MiB, both ends among them, mostly small as caches hold them, many of them odd."""
     source = random.Random(seed)
-    drawn = [int(4096 * 2 ** (11 * source.random() ** 3)) for _ in range(count - 2)]
+    drawn = [int(4096 * 2 ** (11 * source.random() ** 4)) for _ in range(count - 2)]
     return [4096, 8 << 20, *(min(8 << 20, size + source.choice((0, 0, 1, 7))) for size in drawn)]
 
 
@@ -33,7 +35,8 @@ def body(key: str, version: str, nbytes: int) -> bytes:
     """An object of ``nbytes``: its key, version and size in front, and bytes that follow from all three."""
     label = f"{key} {version} {nbytes} ".encode()
     assert len(label) <= HEAD <= nbytes
-    return label.ljust(HEAD) + random.Random(label).randbytes(nbytes - HEAD)
+    unit = random.Random(label).randbytes(min(nbytes - HEAD, _UNIT))
+    return (label.ljust(HEAD) + unit * (nbytes // _UNIT + 1))[:nbytes]
 
 
 def claims(key: str, data: bytes) -> str:
