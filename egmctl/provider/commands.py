@@ -140,8 +140,17 @@ def mount_pool(name: str, paths: Paths, master: str | None = None, progress: Pro
         raise CleanupPendingError(
             f"its agent (pid {record.agent_pid}) is gone", where=f"pool {name}", hint=f"run `egmctl teardown {name}`"
         )
-    with ControlClient(paths.socket(name)) as client:
-        return client.ask("mount", progress=progress, timeout=SILENCE, **({"master": master} if master else {}))
+    try:
+        with ControlClient(paths.socket(name)) as client:
+            return client.ask("mount", progress=progress, timeout=SILENCE, **({"master": master} if master else {}))
+    except AgentGone as error:
+        if not await_end(record.agent_pid, record.agent_started, 1.0):
+            raise
+        raise CleanupPendingError(
+            f"its agent (pid {record.agent_pid}) died: {error.message}",
+            where=f"pool {name}",
+            hint=f"see {paths.log(name)}, and run `egmctl teardown {name}`",
+        ) from error
 
 
 def teardown_pool(
