@@ -1,4 +1,4 @@
-"""``python -m tests.faults [--quick SHARD/OF] [--jobs N] [--scenario NAME] [--site PREFIX] [--out FILE]``"""
+"""The whole of it, with the table at the end; see ``--help``."""
 
 from __future__ import annotations
 
@@ -6,45 +6,70 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from tests.faults.campaign import BY_NAME, Job, Outcome, as_row, in_parallel, jobs_of, save
+from tests.faults.campaign import BY_NAME, Job, Outcome, as_row, in_parallel, jobs_of, quick_selection, save
 from tests.faults.report import summary, table
 from tests.faults.sites import unexercised
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults")
-    parser.add_argument("--quick", metavar="SHARD/OF", help="a small selection, in parts")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--version", default="0.3.14")
-    parser.add_argument("--scenario", action="append", default=[])
-    parser.add_argument("--site", default="")
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="each step failing once, a kill after each record")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="at a time")
+    parser.add_argument("--version", default="0.3.14", help="of the Master")
+    parser.add_argument("--scenario", action="append", default=[], metavar="NAME")
+    parser.add_argument("--site", default="", metavar="PREFIX")
     parser.add_argument("--mode", action="append", default=[])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--list", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--walk", type=int, default=0, metavar="N", help="operations of the random walk as well")
+    parser.add_argument("--real-walk", type=int, default=0, metavar="N", help="the same with real Masters")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the numbers and all runs, as JSON")
+    parser.add_argument("--list", action="store_true", help="what would be injected")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = _options()
     began = time.monotonic()
-    names = options.scenario or list(BY_NAME)
     problems: list[str] = []
-    jobs: list[Job] = []
+    jobs, seen = _enumerate(options, problems)
+    print(f"{len(seen)} sites, {len(jobs)} faults to inject ({time.monotonic() - began:.0f} s)", flush=True)
+    if options.list:
+        print(*jobs, *problems, sep="\n")
+        return 0
+    outcomes = _inject(options, jobs, problems, began)
+    walks = _walk(options)
+    numbers = summary(seen, outcomes, problems, walks, time.monotonic() - began)
+    print(table(numbers))
+    for problem in problems:
+        print(f"PROBLEM {problem}")
+    if options.out is not None:
+        save(options.out, {"schema": "egmctl/faults/1", **numbers, "runs": [as_row(one) for one in outcomes]})
+    return 1 if problems or numbers["wrong"] else 0
+
+
+def _enumerate(options: argparse.Namespace, problems: list[str]) -> tuple[list[Job], set[str]]:
+    """Every step in the source that belongs to a pool's life has to be passed by a run without faults."""
+    names = options.scenario or [name for name, one in BY_NAME.items() if one.quick or not options.quick]
+    found: dict[str, list[Job]] = {}
     seen: set[str] = set()
     for name, result in in_parallel(names, version=options.version, workers=options.jobs):
         if isinstance(result, str):
-            problems.append(f"{name}, clean: {result}")
+            problems.append(f"{name}, without a fault: {result}")
             continue
         places, sites, wrong = result
         seen |= sites
-        problems += [f"{name}, clean: {sort}: {'; '.join(found)}" for sort, found in wrong.items()]
-        jobs += jobs_of(BY_NAME[name], places)
+        problems += [f"{name}, without a fault: {sort}: {'; '.join(text)}" for sort, text in wrong.items()]
+        found[name] = jobs_of(BY_NAME[name], places)
     if not options.scenario:
         problems += [f"no run passes {site} ({where})" for site, where in unexercised(seen).items()]
+    jobs = [job for name in names for job in found.get(name, [])]
     jobs = [job for job in jobs if job.place.site.startswith(options.site)]
     jobs = [job for job in jobs if not options.mode or job.mode in options.mode]
-    print(f"{len(seen)} sites, {len(jobs)} faults to inject ({time.monotonic() - began:.0f} s)", flush=True)
-    if options.list:
-        for job in jobs:
-            print(job)
-        return 0
+    return (quick_selection(jobs) if options.quick else jobs), seen
+
+
+def _inject(options: argparse.Namespace, jobs: list[Job], problems: list[str], began: float) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for job, result in in_parallel(jobs, version=options.version, workers=options.jobs):
         if isinstance(result, str):
@@ -59,13 +84,18 @@ def main() -> int:
                 print(result.note, flush=True)
         if len(outcomes) % 50 == 0:
             print(f"{len(outcomes)} of {len(jobs)} ({time.monotonic() - began:.0f} s)", flush=True)
-    numbers = summary(seen, outcomes, problems, time.monotonic() - began)
-    print(table(numbers))
-    for problem in problems:
-        print(f"PROBLEM {problem}")
-    if options.out is not None:
-        save(options.out, {"schema": "egmctl/faults/1", **numbers, "runs": [as_row(one) for one in outcomes]})
-    return 1 if problems or numbers["wrong"] else 0
+    return outcomes
+
+
+def _walk(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    from tests.faults.walk import walk_with_fakes, walk_with_real_masters
+
+    walks = {}
+    if options.walk:
+        walks["small Masters"] = walk_with_fakes(options.walk).document()
+    if options.real_walk:
+        walks["real Masters"] = walk_with_real_masters(options.real_walk, version=options.version).document()
+    return walks
 
 
 if __name__ == "__main__":

@@ -10,7 +10,13 @@ from tests.faults.campaign import MODES, RACING, Outcome
 __all__ = ["summary", "table"]
 
 
-def summary(seen: set[str], outcomes: list[Outcome], problems: list[str], seconds: float) -> dict[str, Any]:
+def summary(
+    seen: set[str],
+    outcomes: list[Outcome],
+    problems: list[str],
+    walks: dict[str, dict[str, Any]],
+    seconds: float,
+) -> dict[str, Any]:
     reached = [one for one in outcomes if one.reached]
     missed = [one for one in outcomes if not one.reached and one.job.place.site not in RACING]
     injected = Counter(one.job.mode for one in reached)
@@ -27,7 +33,8 @@ def summary(seen: set[str], outcomes: list[Outcome], problems: list[str], second
         "premature_releases": sum("premature" in one.problems for one in outcomes),
         "undurable_acts": sum("undurable" in one.problems for one in outcomes),
         "repeated_steps": sum("repeated" in one.problems for one in outcomes),
-        "wrong": len(wrong) + len(missed),
+        "wrong": len(wrong) + len(missed) + sum(bool(walk["wrong"]) for walk in walks.values()),
+        "walks": walks,
         "not_reached": [f"{one.job.place} {one.job.mode}" for one in missed],
         "worst_seconds_to_clean": round(worst.clean_seconds, 1) if worst else 0.0,
         "worst_at": f"{worst.job.place.site} ({worst.job.mode}, {worst.job.place.scenario})" if worst else "",
@@ -48,8 +55,14 @@ def table(numbers: dict[str, Any]) -> str:
         ("done steps repeated", numbers["repeated_steps"]),
         ("runs with anything wrong", numbers["wrong"]),
         ("worst time to clean", f"{numbers['worst_seconds_to_clean']} s, {numbers['worst_at']}"),
-        ("took", f"{numbers['seconds']} s"),
     ]
+    for name, walk in numbers["walks"].items():
+        faults = sum(walk["faults"].values())
+        troubles = sum(walk["disturbances"].values())
+        ended = "ends clean" if not walk["wrong"] else f"WRONG: {walk['wrong']}"
+        told = f"{walk['operations']} operations, {faults} faults, {troubles} troubles of a Master: {ended}"
+        rows.append((f"random walk, {name}", told))
+    rows.append(("took", f"{numbers['seconds']} s"))
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     lines += [f"not reached: {one}" for one in numbers["not_reached"]]

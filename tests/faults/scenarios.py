@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from egmctl.ledger import PoolRecord
+from egmctl.mooncake.codec import build
+from egmctl.mooncake.master import MasterClient
 from tests.faults.world import LEASE, POOL, TAG, Finished, Run
+from tests.support.master import free_port
 
 __all__ = ["SCENARIOS", "Scenario", "Unready"]
 
@@ -150,8 +153,6 @@ def vanished(run: Run) -> None:
     if record is None:
         raise _Over
     row = record.live_segments[0]
-    from egmctl.mooncake.master import MasterClient
-
     with MasterClient(run.world.master().address) as client:
         client.unmount_segment(row.id, row.client)
     run.mark("begin")
@@ -190,13 +191,13 @@ def crowded(run: Run) -> None:
     away = None
     try:
         run.put(keys, MIB)
-        away = run.mount_foreign(64 * MIB)
+        ping, away = run.mount_foreign(64 * MIB)
         old = _engine_pid(run)
         run.mark("begin")
         if old:
             with suppress(ProcessLookupError):
                 os.kill(old, signal.SIGKILL)
-        become(run, "revoked", lambda r: _since(run, "provider.probe.revoke", run.marks[-1][0]))
+        become(run, "revoked", lambda r: ping() and _since(run, "provider.probe.revoke", run.marks[-1][0]))
         run.mark("end")
         run.remove(keys)
         become(run, "probed", lambda r: _since(run, "provider.probe.remove", run.marks[-1][0]))
@@ -309,6 +310,45 @@ def moved(run: Run) -> None:
     act(run, "teardown", POOL, "--now")
 
 
+def stuck(run: Run) -> None:
+    """The Transfer Engine child does not end when asked."""
+    act(run, "provision", str(run.write_spec(spec_of(run))), "--mount")
+    child = _engine_pid(run)
+    if child:
+        os.kill(child, signal.SIGSTOP)
+    run.mark("begin")
+    act(run, "teardown", POOL, "--now")
+    run.mark("end")
+
+
+def task(run: Run) -> None:
+    """The Master wants one of our objects copied."""
+    act(run, "provision", str(run.write_spec(spec_of(run))), "--mount")
+    run.put(["object"], 100)
+    record = run.record()
+    names = sorted(row.name for row in record.live_segments) if record else []
+    run.mark("begin")
+    with MasterClient(run.world.master().address) as client:
+        for name in names:  # to where it is already, it is refused
+            client.rpc.call("CreateCopyTask", build(bytes.fromhex("fd800c800c84800cff"), ("object", "default", [name])))
+    become(run, "refused", lambda r: _since(run, "mooncake.master.complete_task", run.marks[-1][0]))
+    run.mark("end")
+    act(run, "teardown", POOL, "--now")
+
+
+def again(run: Run) -> None:
+    """A second incarnation on a fixed port keeps away from the addresses that the first has published there."""
+    run.extra.setdefault("port", free_port())
+    spec = spec_of(run, memory="cuda-fabric", protocol="nvlink", local_hostname=f"127.0.0.1:{run.extra['port']}")
+    path = str(run.write_spec(spec))
+    act(run, "provision", path, "--mount")
+    act(run, "teardown", POOL, "--now")
+    run.mark("begin")
+    act(run, "provision", path, "--mount")
+    act(run, "teardown", POOL, "--now")
+    run.mark("end")
+
+
 def fabric(run: Run) -> None:
     _cuda(run, "cuda-fabric", "nvlink", "P2PHANDSHAKE")
 
@@ -336,19 +376,23 @@ def _only(*prefixes: str) -> Callable[[str, str, str], bool]:
 
 
 _PUBLICATION = ("metadata.", "ledger.commit:publi", "ledger.commit:endpoint")
+_MASTER = ("mooncake.master.mount", "mooncake.master.unmount", "mooncake.master.remount")
+_CHANGES = ("ledger.commit:", "provider.publish", "provider.unpublish", *_MASTER)
 
 SCENARIOS: tuple[Scenario, ...] = (
     Scenario("life", life),
     Scenario("remount", remount),
-    Scenario("vanished", vanished, quick=False),
+    Scenario("vanished", vanished, _only(*_CHANGES), quick=False),
     Scenario("engine", engine),
     Scenario("crowded", crowded, _only("provider.probe.revoke")),
     Scenario("orphan", orphan),
+    Scenario("stuck", stuck, _only("te.")),
+    Scenario("task", task, _only("mooncake.master.complete_task", "mooncake.master.fetch_tasks")),
     Scenario("stray", stray, _only("provider.engine.")),
     Scenario("second", second, lambda label, site, what: label in ("agent@0", "cli@1")),
     Scenario("http", http, _only(*_PUBLICATION)),
-    Scenario("moved", moved, quick=False),
-    Scenario("cuda-fabric", fabric, model=True),
+    Scenario("moved", moved, _only("te.restart", "handshake.", *_CHANGES), quick=False),
+    Scenario("cuda-fabric", fabric, _only("memory.", "handshake.", *_CHANGES), model=True),
     Scenario(
         "cuda-fabric over http",
         fabric_http,
@@ -356,4 +400,11 @@ SCENARIOS: tuple[Scenario, ...] = (
         model=True,
     ),
     Scenario("cuda-posix", posix, _only("memory.cuda.", "te."), model=True),
+    Scenario(
+        "again",
+        again,
+        _only("memory.cuda.reserve_elsewhere", "memory.cuda.unreserve_offer", "provider.remember"),
+        seams="tests.faults.stubborn:install",
+        model=True,
+    ),
 )

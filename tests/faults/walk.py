@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import socket
 import sys
 import tempfile
 import threading
@@ -112,10 +113,22 @@ class FakeSide(FakeMaster):
             self.garbage = {call: os.urandom(24)}
         return f"{kind} {call}"
 
+    def stop(self) -> None:
+        listener = self._listener
+        if listener is not None:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # else a thread in accept() goes on listening
+        super().stop()
+
     def heal(self) -> None:
         self.silent, self.deaf, self.refuse, self.garbage, self.late = set(), set(), {}, {}, 0.0
-        if self._listener is None:
-            self.start()
+        for _ in range(100):
+            if self._listener is not None:
+                return
+            try:
+                self.start()
+            except OSError:
+                time.sleep(0.02)
 
 
 class RealSide:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from egmctl.errors import EgmError
 from egmctl.ledger import PoolRecord, is_running, read_only
 from egmctl.mooncake.admin import AdminClient
 from egmctl.mooncake.calls import ReplicateConfig, Segment, new_uuid
@@ -60,6 +61,12 @@ class World:
     def resume(self) -> None:
         for master in self.running():
             master.resume()
+
+    def revive(self) -> None:
+        """Start again whichever is down, empty as it is then."""
+        for master in self._masters.values():
+            if not master.alive:
+                master.start()
 
     def scrap(self) -> None:
         """Forget everything that Masters know."""
@@ -288,7 +295,8 @@ class Run:
             for key in keys:
                 for _ in range(20):
                     try:
-                        client.put_start(client_id, key, nbytes, ReplicateConfig())
+                        # Pinned: a full pool would be made room in at once.
+                        client.put_start(client_id, key, nbytes, ReplicateConfig(with_hard_pin=True))
                         break
                     except MasterRefused as error:
                         if error.number != -200:
@@ -302,19 +310,25 @@ class Run:
                 with suppress(MasterRefused):
                     client.remove(key, force=True)
 
-    def mount_foreign(self, nbytes: int) -> Callable[[], None]:
-        """A segment of somebody else's at the Master; what is returned takes it away."""
+    def mount_foreign(self, nbytes: int) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """A segment of somebody else's at the Master: a ping for it, and what takes it away."""
         segment = Segment(new_uuid(), "foreign", 1 << 45, nbytes, "127.0.0.1:9", "tcp", "")
         client_id = new_uuid()
-        with MasterClient(self.world.master().address, timeout=5) as client:
+        address = self.world.master().address
+        with MasterClient(address, timeout=5) as client:
             client.mount_segment(segment, client_id)
             client.remount_segments([], client_id)
 
+        def ping() -> bool:
+            with MasterClient(address, timeout=5) as client, suppress(EgmError):
+                client.ping(client_id)
+            return True
+
         def away() -> None:
-            with MasterClient(self.world.master().address, timeout=5) as client:
+            with MasterClient(address, timeout=5) as client:
                 client.unmount_segment(segment.id, client_id)
 
-        return away
+        return ping, away
 
     def listed(self) -> list[str]:
         names = []
