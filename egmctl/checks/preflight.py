@@ -40,7 +40,7 @@ def preflight(
     hints = dict.fromkeys(result.hint for result in failed if result.hint)
     raise PreflightError(
         "; ".join(dict.fromkeys(result.observed for result in failed)),
-        where=f"memory kind {kind}",
+        where=f"memory kind {kind}: {', '.join(dict.fromkeys(result.id.partition('/')[0] for result in failed))}",
         hint="; ".join(hints) or f"see `egmctl doctor --for {kind}`",
         facts={"memory_kind": kind, "checks": [result.document() for result in results]},
     )

@@ -202,6 +202,8 @@ def pool_status(paths: Paths, name: str | None = None, *, compare: bool = True) 
     """
     if name is not None:
         return [_status(_known(name, paths), paths, compare)]
+    if paths.state.exists() and not paths.state.is_dir():
+        raise UsageError("is not a folder", where=str(paths.state), hint="give the state folder with --state-dir")
     entries = []
     for path in sorted(paths.state.glob("*.db")):
         try:

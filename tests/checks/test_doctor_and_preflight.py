@@ -109,7 +109,9 @@ def test_a_refusal_says_all_of_it_once_with_each_remedy_and_the_facts(build: Bui
         preflight("cuda-fabric", [0], host.topology, paths=host.paths, roots=host.roots)
     error = caught.value
     assert error.exit_code == 3
-    assert error.where == "memory kind cuda-fabric"
+    kind, _, failed = error.where.partition(": ")
+    assert kind == "memory kind cuda-fabric"
+    assert {"cuda-attributes", "imex-channel", "cuda-granule"} <= set(failed.split(", "))
     assert error.message.count("attribute 143 (HOST_NUMA_MULTINODE_IPC) is 0") == 1, "once, not for each GPU"
     assert "no IMEX channel file" in error.message
     assert "CUDA_ERROR_NOT_PERMITTED (800)" in error.message

@@ -139,3 +139,10 @@ def test_garbage_is_refused_in_words(egmctl: Egmctl, arguments: tuple[str | byte
 
 def test_control_characters_are_shown_not_obeyed() -> None:
     assert printable("pool \x1b[2J\x9b\u202e\ud800 é") == "pool \\x1b[2J\\x9b\\u202e\\ud800 é"
+
+
+def test_a_state_dir_that_is_a_file_is_not_an_empty_list_of_pools(egmctl: Egmctl, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = egmctl("status", "--json", "--state-dir", str(tmp_path / "file"))
+    assert result.code == 2
+    assert result.document["where"] == str(tmp_path / "file")
