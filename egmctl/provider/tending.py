@@ -45,6 +45,7 @@ class Tender:
         self._probe_due = False
         self._engine_since: float | None = None
         self._moving = False
+        self._said_of_master = ""
 
     def tick(self) -> None:
         """One look, and what it asks for. Mends nothing unless the pool is mounted."""
@@ -53,6 +54,7 @@ class Tender:
         if pool.state not in ("ready", "degraded"):
             self._vanished.clear()
             self._probe_due = self._moving = False
+            self._said_of_master = ""
             return
         pool.task = self._task
         self._moving = self._moving and pool.state == "degraded"  # else a command has mounted it meanwhile
@@ -61,7 +63,9 @@ class Tender:
             # under one whose descriptor is not out yet.
             self._say(self._new_endpoint())
             return
-        reasons = [reason for reason in (self._engine(), self._master(), self._probe()) if reason]
+        engine = self._engine()
+        self._said_of_master = self._master()
+        reasons = [reason for reason in (engine, self._said_of_master, self._probe()) if reason]
         self._exclusive()
         self._say("; ".join(reasons))
 
@@ -90,6 +94,8 @@ class Tender:
             parts.heartbeat.start()
         pulse = parts.heartbeat.pulse()
         now = time.monotonic()
+        if pulse.last_contact is None and pulse.failures < MISSED_PINGS:
+            return self._said_of_master  # a heartbeat that has just begun knows nothing yet
         if pulse.failures >= MISSED_PINGS:
             return f"the Master at {record.master} does not answer pings: {pulse.error}"
         if pulse.need_remount_since is not None:
