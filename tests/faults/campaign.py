@@ -252,8 +252,8 @@ def contract(run: Run, done: Finished) -> list[str]:
         ("provision", 3): ("none", "gone"),
         ("provision", 4): ("cleanup-pending", "tearing-down", "provisioning", "mounting", "provisioned", "ready"),
         ("mount", 0): ("ready", "degraded"),
-        ("mount", 1): ("provisioned",),
-        ("mount", 3): ("provisioned",),
+        ("mount", 1): ("provisioned", done.before),  # undone, or not begun
+        ("mount", 3): ("provisioned", done.before),
         ("mount", 4): ("cleanup-pending", "mounting", "tearing-down", "provisioned", "degraded", "ready"),
         ("teardown", 0): ("gone", "none"),
     }

@@ -92,6 +92,8 @@ class Finished:
     stdout: str
     stderr: str
     late: bool = False
+    before: str = "none"
+    """The pool's state when it began."""
 
     @property
     def killed(self) -> bool:
@@ -149,6 +151,7 @@ class Run:
         self.commands += 1
         arguments = ["--state-dir", str(self.state), "--json", *argv]
         out, err = self.folder / f"out{self.commands}", self.folder / f"err{self.commands}"
+        record = self.record()
         began = time.monotonic()
         pid = os.fork()
         if pid == 0:
@@ -171,6 +174,7 @@ class Run:
             out.read_text() if out.exists() else "",
             err.read_text() if err.exists() else "",
             late or resumed,
+            "none" if record is None else record.state,
         )
         self.finished.append(done)
         return done
