@@ -188,6 +188,7 @@ class ImexChannels:
         )
 
 
+_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
 _stand_in: Callable[[], ImexChannels] | None = None
 
 
@@ -197,11 +198,9 @@ def install_imex_channels(factory: Callable[[], ImexChannels] | None) -> None:
     _stand_in = factory
 
 
-def read_imex_channels(
-    folder: Path = Path("/dev/nvidia-caps-imex-channels"), proc: Path = Path("/proc")
-) -> ImexChannels:
+def read_imex_channels(folder: Path = _CHANNELS, proc: Path = Path("/proc")) -> ImexChannels:
     """List the channel files, trying to open each (what a device cgroup forbids shows only then)."""
-    if _stand_in is not None:
+    if _stand_in is not None and folder == _CHANNELS:
         return _stand_in()
     major = None
     for line in (read_text(proc / "devices") or "").splitlines():

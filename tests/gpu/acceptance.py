@@ -56,7 +56,7 @@ class Acceptance:
         self.deadline = time.monotonic() + limit
         self.phases: dict[str, Any] = {}
         self.claims: list[dict[str, Any]] = []
-        self.second = (_gpus(self.env) - 1,)
+        self.second: tuple[int, ...] = (_gpus(self.env) - 1,)
 
     # Writing down
 
