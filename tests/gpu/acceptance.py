@@ -105,7 +105,7 @@ class Acceptance:
         try:
             document = json.loads(text)
         except ValueError:
-            document = text[-4000:]
+            document = text[-100_000:]
         return {"exit": done.returncode, "stdout": document, "stderr": done.stderr.decode(errors="replace")[-4000:]}
 
     def egmctl(self, *arguments: str, limit: float = 90) -> tuple[int, Any]:
