@@ -17,7 +17,7 @@ from egmctl.consumer.master_link import MasterLink
 from egmctl.consumer.pins import Near, Pins, Target
 from egmctl.memory.driver import Driver
 
-__all__ = ["AHEAD", "Backoff", "Engine", "Gatherer", "Oversize", "Part", "Routes", "Timing", "split_batch"]
+__all__ = ["Backoff", "Engine", "Gatherer", "Oversize", "Part", "Routes", "Timing", "split_batch"]
 
 
 @dataclass(frozen=True)
@@ -241,11 +241,6 @@ class Engine:
         self.driver.stream_synchronize(stream)
 
 
-AHEAD = 3
-"""Pieces of a batch that the Master is asked about before the first of them is copied: enough that the answer to the
-next one is there when a piece's copies have been queued."""
-
-
 def settle(completions: Sequence[Completion]) -> None:
     """Wait until none of them runs, whatever they end with."""
     try:
@@ -265,7 +260,8 @@ def split_batch(count: int) -> list[slice]:
         sizes.append(size)
         left -= size
         size = min(2 * size, most)
-    while left > 16:
+    shortest = 16 if count <= 64 else 8
+    while left > shortest:
         sizes.append((left + 1) // 2)
         left //= 2
     sizes.append(left)

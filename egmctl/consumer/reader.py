@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
-from egmctl.consumer.engine import AHEAD, Engine, Part, Routes, settle, split_batch
+from egmctl.consumer.engine import Engine, Part, Routes, settle, split_batch
 from egmctl.consumer.errors import GetFailed, InvalidBuffer, StaleAllocation, StoreError, Unreachable
 from egmctl.consumer.host_copy import Completion
 from egmctl.consumer.master_link import Answer, Location, is_transient
@@ -119,13 +119,16 @@ class ReadRound:
 
     def _start(self, todo: Sequence[int]) -> None:
         pieces = [todo[each] for each in split_batch(len(todo))]
-        asked = deque(self._ask(piece) for piece in pieces[:AHEAD])
+        asked: deque[tuple[list[tuple[int, ReadRequest]], Answer[Location] | None]] = deque()
+        sent = 0
         for at in range(len(pieces)):
+            # Two to begin with, so that the first is soon there, and both are copied before more is asked for.
+            while sent < min(len(pieces), 2 if at < 2 else at + 2):
+                asked.append(self._ask(pieces[sent]))
+                sent += 1
             requests, answer = asked.popleft()
             if answer is not None:
                 self._launch(requests, answer())
-            if at + AHEAD < len(pieces):  # while what was found is being copied
-                asked.append(self._ask(pieces[at + AHEAD]))
             while self._over < len(self._pieces) and self._pieces[self._over].completion.done():
                 self._ask_again(self._pieces[self._over])
                 self._over += 1

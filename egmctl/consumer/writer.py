@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from egmctl.consumer.engine import AHEAD, Engine, Part, Routes, settle, split_batch
+from egmctl.consumer.engine import Engine, Part, Routes, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, ObjectNotFound, StaleAllocation, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Answer, Reserved
@@ -91,13 +91,16 @@ class WriteRound:
 
     def _start(self, todo: Sequence[int]) -> None:
         pieces = [todo[each] for each in split_batch(len(todo))]
-        asked = deque(self._ask(piece) for piece in pieces[:AHEAD])
+        asked: deque[tuple[list[tuple[int, WriteRequest]], float, Answer[Reserved] | None]] = deque()
+        sent = 0
         for at in range(len(pieces)):
+            # The Master takes longer to reserve than to locate, so more of it is under way.
+            while sent < min(len(pieces), 4 if at < 2 else at + 3):
+                asked.append(self._ask(pieces[sent]))
+                sent += 1
             requests, deadline, answer = asked.popleft()
             if answer is not None:
                 self._launch(requests, answer(), deadline)
-            if at + AHEAD < len(pieces):  # while what was reserved is being written
-                asked.append(self._ask(pieces[at + AHEAD]))
 
     def _ask(self, todo: Sequence[int]) -> tuple[list[tuple[int, WriteRequest]], float, Answer[Reserved] | None]:
         requests: list[tuple[int, WriteRequest]] = []
