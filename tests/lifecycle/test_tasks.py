@@ -103,7 +103,7 @@ def test_no_tasks_are_asked_for_while_the_master_does_not_answer(quick_master: M
         teardown_now(agent)
 
 
-@pytest.mark.parametrize("grace", [0.0, 2.0])
+@pytest.mark.parametrize("grace", [0.0, 4.0])
 def test_a_drain_job_that_meets_a_teardown_ends_as_well(
     new_master: Master, paths: Paths, tmp_path: Path, grace: float
 ) -> None:
@@ -112,14 +112,17 @@ def test_a_drain_job_that_meets_a_teardown_ends_as_well(
         for name in names(master, agent):
             put(master, agent, f"in {name}", b"x" * 1000, name)
         with private_paths(tmp_path / "elsewhere") as others, mounted(master, others, "target") as target:
-            agent.pool.tasks._next = (
-                time.monotonic() + 60
-            )  # what is assigned now is still there when the teardown comes
+            agent.pool.tasks._next = time.monotonic() + 60  # what is assigned now waits for the teardown
             number = drain(master, *names(master, agent))
             until(lambda: job(master, number)["active_units"])
             if grace:
                 agent.pool.tasks._next = 0.0
-            run(agent, "teardown", lambda task: agent.pool.teardown(task, grace))
+            teardown = agent.command("teardown", lambda task: agent.pool.teardown(task, grace))
+            if grace:  # the tasks are answered during it; the job looks again when the segments have gone
+                until(lambda: agent.pool.parts.drain_until is not None)
+                until(lambda: agent.pool.meters.events("tasks_refused"), 3)
+                assert agent.pool.state == "tearing-down"
+            teardown.wait()
             assert agent.pool.state == "gone"
             assert until(lambda: ended(master, number), 10)["active_units"] == 0
             teardown_now(target)
