@@ -79,7 +79,7 @@ def test_an_object_larger_than_any_chunk_is_refused_without_evicting_others_agai
             starts.append(arguments)
             return original(*arguments)
 
-        asked.submit_batch_put_start_rows = counted  # type: ignore[method-assign]
+        asked.submit_batch_put_start_rows = counted  # type: ignore[assignment,method-assign]
         for _ in range(3):
             began = time.monotonic()
             with pytest.raises(NoSpace, match="more than any chunk"):
@@ -97,3 +97,32 @@ def test_a_session_reads_several_parts_in_one_call(store: EgmStore, memory: Memo
         reads = [("a", 500, memory.address, 1000), ("b", 0, memory.address + 1000, 2000), ("a", 0, memory.address, 0)]
         assert session.batch_read_into(reads) == 3000
     assert memory.read(3000) == payload("a", 100_000)[500:1500] + payload("b", 50_000)[:2000]
+
+
+def test_large_copies_of_one_direction_follow_each_other_and_arrive_whole(
+    master: Master, model: ModelDriver, tmp_path: Path
+) -> None:
+    environment = {**model.config.to_env(), "EGMCTL_SEAMS": "tests.model.driver:install"}
+    size = 16 * MIB
+    with (
+        MiniProvider(master.address, chunks=[64 * MIB], kind="cuda-posix", environment=environment),
+        EgmStore.connect(master.address, devices=[0], copy_options=CopyOptions(cache=tmp_path / "c.json")) as store,
+    ):
+        model.use_device(0)
+        buffer = model.mem_alloc(4 * size)
+        store.register_buffer(buffer, 4 * size)
+        content = [payload(f"large {number}", size) for number in range(2)]
+        for number, data in enumerate(content):
+            held = Memory(size)
+            model.memcpy(buffer + number * size, held.write(data), size)
+        puts = [store.put_from_async(f"k{number}", buffer + number * size, size) for number in range(2)]
+        assert [put.result() for put in puts] == [size, size]
+        gets = [store.get_into_async(f"k{number}", buffer + (2 + number) * size, size) for number in range(2)]
+        assert [get.result() for get in gets] == [size, size]
+        for number, data in enumerate(content):
+            held = Memory(size)
+            model.memcpy(held.address, buffer + (2 + number) * size, size)
+            assert held.read(size) == data
+        pool = store._engine.device_copier._pools[0]  # type: ignore[union-attr]
+        assert set(pool._lanes) == {False, True}, "one stream for each direction"
+        model.mem_free(buffer)

@@ -161,7 +161,8 @@ class GpuCopier:
 
     def _by_engine(self, borrowed: Borrowed, flat: Flat, after: int | None) -> list[int]:
         count = len(flat) // 3
-        if after is None and count <= _FEW_LARGE and min(flat[2::3]) >= _BULK:
+        smallest = min(flat[2::3]) if count <= _FEW_LARGE else 0
+        if after is None and smallest >= _BULK:
             # One after the other they fill the link, and the first is over first. Beside each other they share it, and
             # both ways at once are slower by some per cent. A copy that waits for a stream would hold the others up.
             stream = borrowed.shared(self._is_put(flat[0]))
@@ -169,7 +170,9 @@ class GpuCopier:
                 self._driver.memcpy_async(flat[at], flat[at + 1], flat[at + 2], stream)
             return [stream]
         bulk = count < _BATCH_FROM or sum(flat[2::3]) >= _BULK * count
-        wanted = min(count, 2 if bulk else self._options.streams, self._options.streams)
+        # A short list of middling ones is a piece of a batch, with others under way beside it: two streams are enough,
+        # and each one costs some 20 us to queue.
+        wanted = min(count, 2 if bulk or smallest >= MIB else self._options.streams, self._options.streams)
         streams = [borrowed.stream() for _ in range(wanted)]
         for number, stream in enumerate(streams):
             if after is not None:
