@@ -63,9 +63,13 @@ def first_chunk_listed(pool: Pool) -> bool:
 
 
 def bytes_in_use(pool: Pool) -> int | None:
-    """Bytes of our chunks that objects take; None when it is not known (and 0 means nothing once a grace has begun)."""
+    """Bytes of our chunks that objects take; None when it is not known. A Master says 0 of a chunk that is on its way
+    out, by a grace or by a drain job, whatever lies in it."""
     rows = list_segments(pool)
     if rows is None:
         return None
     ours = {row.id for row in pool.record_now().live_segments}
-    return sum(row.allocator_used_bytes for row in rows if row.segment_id in ours)
+    own = [row for row in rows if row.segment_id in ours]
+    if any(row.status != "OK" for row in own):
+        return None
+    return sum(row.allocator_used_bytes for row in own)
