@@ -73,7 +73,7 @@ class _Entries:
         whole(0)
         here.check_entries(hbm, sets[0][1], entry, seed=3)
         what = f"gather, {entry} B x {count} at random over {span // MIB} MiB"
-        self.here.row(f"{what}, Master calls included", count * entry, here.seconds(whole), self.rates["get"], target)
+        self.here.row(f"{what}, Master calls included", count * entry, here.seconds(whole), self.rates["get"])
         with store.session([key]) as session:
             times = here.seconds(lambda number: session.gather(sets[number % SETS][0], entry, hbm))
         rate = here.row(f"{what}, session", count * entry, times, self.rates["get"], target)

@@ -17,7 +17,7 @@ def against_stock(world: World) -> None:
         size, hbm = here.scale.stock, here.hbm[0]
         device = None if world.rehearsal else 0  # the stock client knows nothing of a model
         names = [f"stock-{number}" for number in range(3)]
-        with StockClient(world.master, "P2PHANDSHAKE", device=device) as stock:
+        with StockClient(world.master, "P2PHANDSHAKE", device=device, workspace=2 * size) as stock:
             put_ns, codes = stock.put(names, size)
             if any(codes):
                 raise SystemExit(f"the stock client's puts answered {codes}")
