@@ -114,9 +114,10 @@ class ControlServer:
         threading.Thread(target=self._accept, args=(listener,), name="control", daemon=True).start()
 
     def close(self) -> None:
-        listener, self._listener = self._listener, None
+        listener = self._listener
         if listener is not None:
             with step("provider.control.close"):
+                self._listener = None
                 with suppress(OSError):
                     listener.shutdown(socket.SHUT_RDWR)
                 listener.close()
