@@ -121,6 +121,9 @@ class OwnerLock:
         try:
             with step("ledger.lock.release"):
                 self.path.unlink()
+        except KeyboardInterrupt:  # it may have come before: nobody else would remove the file
+            self.path.unlink(missing_ok=True)
+            raise
         except OSError:
             pass  # an empty lock that nobody holds is free
         finally:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from egmctl.ledger import OwnerLock
 from egmctl.paths import Paths
 from egmctl.provider import pool_status
+from egmctl.steps import watch
 from tests.lifecycle.support import command, start_command, write_plan
 from tests.provider.pools import agents, listed, nothing_left, small_plan, until
 from tests.support.master import Master
@@ -87,7 +89,9 @@ class Host:
         until(lambda: not agents(self.paths), 30)
         assert self.state() == "gone"
         assert listed(self.master) == []
-        until(lambda: nothing_left(self.paths) == [])
+        while (left := nothing_left(self.paths)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == []
 
 
 @pytest.fixture
@@ -208,3 +212,24 @@ def test_a_command_that_only_looks_is_interrupted_in_one_line(host: Host, argume
         assert ended.code in (0, 3, *INTERRUPTED), ended.said
         assert len(ended.said.splitlines()) < 20
     assert json.loads(command(host.paths, "status", "--json")[1])["pools"] == []
+
+
+def test_an_interrupt_in_the_last_act_of_all_leaves_no_lock_behind(tmp_path: Path) -> None:
+    lock = OwnerLock.acquire(tmp_path / "dev.lock", "dev", "a test")
+
+    class Interrupt:
+        def before(self, site: str, detail: dict[str, object]) -> None:
+            if site == "ledger.lock.release":
+                raise KeyboardInterrupt
+
+        def after(self, site: str, detail: dict[str, object], error: BaseException | None) -> None:
+            pass
+
+    watch(Interrupt())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            lock.release()
+    finally:
+        watch(None)
+    assert list(tmp_path.iterdir()) == []
+    OwnerLock.acquire(tmp_path / "dev.lock", "dev", "a test").release()
