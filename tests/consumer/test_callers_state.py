@@ -124,5 +124,5 @@ def test_large_copies_of_one_direction_follow_each_other_and_arrive_whole(
             model.memcpy(held.address, buffer + (2 + number) * size, size)
             assert held.read(size) == data
         pool = store._engine.device_copier._pools[0]  # type: ignore[union-attr]
-        assert set(pool._lanes) == {False, True}, "one stream for each direction"
+        assert set(pool._lanes) == {(False, 0), (True, 0)}, "one stream for each direction"
         model.mem_free(buffer)

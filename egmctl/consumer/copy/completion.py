@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from egmctl.consumer.copy.pool import Borrowed
@@ -14,8 +15,9 @@ from egmctl.memory.driver import CudaError
 __all__ = ["Finished", "Submitted"]
 
 _HOT = 100e-6  # seconds for which the event is looked at again and again: a nap alone would take as long
+_PROMPT_HOT = 1e-3  # the same for a copy that is soon over
 _LONGEST_NAP = 1e-3
-_PATIENT = 0.05  # seconds: whoever waits so long for a prompt copy does not mind a few more milliseconds
+_PROMPT_NAP = 1e-4
 
 
 class Finished:
@@ -32,8 +34,8 @@ class Finished:
 
 
 class Submitted:
-    """A copy that was queued. ``keep`` is held until it is over (arrays that it reads). ``prompt`` says that nothing
-    but the link holds it up, and that not for long: it is then waited for without looking at the clock.
+    """A copy that was queued; over when all of ``events`` are. ``keep`` is held until then (arrays that it reads).
+    ``prompt`` says that nothing but the link holds it up, and that not for long: its end is then looked for often.
 
     A gather's bad offset is found by the kernel: ``wait`` raises `BadOffset`, and what the gather wrote is not to be
     used. `order` lets a stream go on after the copy, but only ``wait`` says whether it was good.
@@ -42,14 +44,14 @@ class Submitted:
     def __init__(
         self,
         borrowed: Borrowed,
-        event: int,
+        events: Sequence[int],
         keep: Any = None,
         what: tuple[str, int] = ("copy", 0),
         *,
         prompt: bool = False,
     ) -> None:
         self._borrowed = borrowed
-        self._event = event
+        self._events = tuple(events)
         self._keep = keep
         self._what = what
         self._prompt = prompt
@@ -64,8 +66,9 @@ class Submitted:
         pool = self._borrowed.pool
         pool.enter()
         try:
-            if not pool.driver.event_query(self._event):
-                return False
+            for event in self._events:
+                if not pool.driver.event_query(event):
+                    return False
         except CudaError as error:
             self._finish(error)
             return True
@@ -73,23 +76,30 @@ class Submitted:
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """True when done, False when ``timeout`` seconds passed first. Other threads run meanwhile.
+        """True when done, False when ``timeout`` seconds passed first, also when the device stands still. Other threads
+        run meanwhile. Without a timeout the driver waits, for as long as the device takes.
 
         Raises `BadOffset` for an entry outside its object, `CudaError` when the device failed.
         """
         if not self._over:
-            if timeout is None or (self._prompt and timeout >= _PATIENT):
+            if timeout is None:
                 self.settle()
-            else:
-                began = time.monotonic()
-                while not self.done():
-                    waited = time.monotonic() - began
-                    if waited >= timeout:
-                        return False
-                    # a nap is an eighth of what has been waited, so that a short copy's end is not slept over
-                    time.sleep(0.0 if waited < _HOT else min(waited / 8, timeout - waited, _LONGEST_NAP))
+            elif not self._look_until(timeout):
+                return False
         if self._error is not None:
             raise self._error
+        return True
+
+    def _look_until(self, timeout: float) -> bool:
+        """The driver has no wait that ends: the events are looked at, with naps that are short against what has been
+        waited, so that a copy's end is not slept over."""
+        hot, share, longest = (_PROMPT_HOT, 100, _PROMPT_NAP) if self._prompt else (_HOT, 8, _LONGEST_NAP)
+        began = time.monotonic()
+        while not self.done():
+            waited = time.monotonic() - began
+            if waited >= timeout:
+                return False
+            time.sleep(0.0 if waited < hot else min(waited / share, timeout - waited, longest))
         return True
 
     def settle(self) -> None:
@@ -99,7 +109,8 @@ class Submitted:
         pool = self._borrowed.pool
         pool.enter()
         try:
-            pool.driver.event_synchronize(self._event)
+            for event in self._events:
+                pool.driver.event_synchronize(event)
         except CudaError as error:
             self._finish(error)
             return
@@ -111,7 +122,8 @@ class Submitted:
         if not self._over:
             pool = self._borrowed.pool
             pool.enter()
-            pool.driver.stream_wait_event(stream, self._event)
+            for event in self._events:
+                pool.driver.stream_wait_event(stream, event)
 
     def _finish(self, error: CudaError | None) -> None:
         with self._lock:

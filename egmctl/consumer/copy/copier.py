@@ -94,17 +94,16 @@ class GpuCopier:
             used = self._by_engine(borrowed, large, after) if large else []
             if small:
                 used.append(self._by_kernel(borrowed, small, largest if small is flat else None, after))
-            for other in used[1:]:
+            events = []
+            for each in used:
                 event = borrowed.event()
-                driver.event_record(event, other)
-                driver.stream_wait_event(used[0], event)
-            event = borrowed.event()
-            driver.event_record(event, used[0])
+                driver.event_record(event, each)
+                events.append(event)
         except BaseException:
             abandon(borrowed)
             raise
         prompt = stream is None and largest * (len(flat) // 3) <= _PROMPT
-        submitted = Submitted(borrowed, event, prompt=prompt)
+        submitted = Submitted(borrowed, events, prompt=prompt)
         pool.track(submitted)
         return submitted
 
@@ -165,20 +164,25 @@ class GpuCopier:
         if after is None and smallest >= _BULK:
             # One after the other they fill the link, and the first is over first. Beside each other they share it, and
             # both ways at once are slower by some per cent. A copy that waits for a stream would hold the others up.
-            stream = borrowed.shared(self._is_put(flat[0]))
+            stream = borrowed.lane(self._is_put(flat[0]), 0)
             for at in range(0, len(flat), 3):
                 self._driver.memcpy_async(flat[at], flat[at + 1], flat[at + 2], stream)
             return [stream]
-        bulk = count < _BATCH_FROM or sum(flat[2::3]) >= _BULK * count
-        # A short list of middling ones is a piece of a batch, with others under way beside it: two streams are enough,
-        # and each one costs some 20 us to queue.
-        wanted = min(count, 2 if bulk or smallest >= MIB else self._options.streams, self._options.streams)
-        streams = [borrowed.stream() for _ in range(wanted)]
+        one_by_one = count < _BATCH_FROM or sum(flat[2::3]) >= _BULK * count
+        if after is None and count > 1 and smallest >= MIB:
+            # A short list of middling ones is a piece of a batch with others before and behind it. On streams of their
+            # own they would share the link and all end at the end, with everything still to be confirmed; so they keep
+            # their order, over two streams (one leaves gaps between copies of 1 MiB) as soon as a second one pays.
+            put = self._is_put(flat[0])
+            streams = [borrowed.lane(put, each) for each in range(1, 2 if count < _BATCH_FROM else 3)]
+        else:
+            wanted = min(count, 2 if one_by_one else self._options.streams, self._options.streams)
+            streams = [borrowed.stream() for _ in range(wanted)]
         for number, stream in enumerate(streams):
             if after is not None:
                 self._driver.stream_wait_event(stream, after)
-            share = [flat[3 * number + column :: 3 * wanted].tolist() for column in range(3)]
-            if bulk or not self._by_batch(share, stream):
+            share = [flat[3 * number + column :: 3 * len(streams)].tolist() for column in range(3)]
+            if one_by_one or not self._by_batch(share, stream):
                 for destination, source, nbytes in zip(*share, strict=True):
                     self._driver.memcpy_async(destination, source, nbytes, stream)
         return streams
@@ -282,8 +286,8 @@ def abandon(borrowed: Borrowed, stream: int | None = None) -> None:
     over."""
     driver = borrowed.pool.driver
     try:
-        others = [each for each in (stream, borrowed.lane) if each is not None]
-        for used in (*borrowed.streams, *others):
+        others = [] if stream is None else [stream]
+        for used in (*borrowed.streams, *borrowed.lanes, *others):
             driver.stream_synchronize(used)
     except CudaError:  # the context is lost, and what was borrowed with it
         borrowed.pool.lose()

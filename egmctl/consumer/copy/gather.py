@@ -148,7 +148,7 @@ class GpuGatherer:
             raise
         submitted = Submitted(
             borrowed,
-            event,
+            (event,),
             (where.owner, which),
             ("scatter" if put else "gather", where.length),
             prompt=stream is None and where.stream is None and where.length * entry_bytes <= 1 << 30,

@@ -60,7 +60,7 @@ class ErrorWord(NamedTuple):
 class Borrowed:
     """What one copy has of a pool. Not thread-safe: it belongs to the copy."""
 
-    __slots__ = ("blocks", "events", "lane", "pool", "streams", "word")
+    __slots__ = ("blocks", "events", "lanes", "pool", "streams", "word")
 
     def __init__(self, pool: DevicePool) -> None:
         self.pool = pool
@@ -68,12 +68,13 @@ class Borrowed:
         self.events: list[int] = []
         self.blocks: list[Block] = []
         self.word: ErrorWord | None = None
-        self.lane: int | None = None
+        self.lanes: list[int] = []
 
-    def shared(self, put: bool) -> int:
-        """The stream on which all large copies of one direction are queued, one behind the other."""
-        self.lane = self.pool.take_lane(put)
-        return self.lane
+    def lane(self, put: bool, number: int) -> int:
+        """A stream shared by all copies of one direction: 0 is for large ones, 1 and 2 for pieces of batches."""
+        lane = self.pool.take_lane(put, number)
+        self.lanes.append(lane)
+        return lane
 
     def stream(self) -> int:
         stream = self.pool.take_stream()
@@ -125,7 +126,7 @@ class DevicePool:
         self._free: dict[tuple[str, int], list[Block]] = {}
         self._free_bytes = 0
         self._every_stream: list[int] = []
-        self._lanes: dict[bool, int] = {}
+        self._lanes: dict[tuple[bool, int], int] = {}
         self._every_event: list[int] = []
         self._word_pages: list[tuple[int, int]] = []
         self._in_flight: set[Submitted] = set()
@@ -161,13 +162,13 @@ class DevicePool:
         self._every_stream.append(stream)
         return stream
 
-    def take_lane(self, put: bool) -> int:
-        lane = self._lanes.get(put)
+    def take_lane(self, put: bool, number: int) -> int:
+        lane = self._lanes.get((put, number))
         if lane is None:
             with self._lock:
-                lane = self._lanes.get(put)
+                lane = self._lanes.get((put, number))
                 if lane is None:
-                    lane = self._lanes[put] = self.driver.stream_create()
+                    lane = self._lanes[put, number] = self.driver.stream_create()
                     self._every_stream.append(lane)
         return lane
 
