@@ -225,11 +225,12 @@ class Memory:
                 where=f"pool {pool.name}",
                 hint="run teardown again",
             )
-        if parts.workspace is not None:
+        workspace = parts.workspace
+        if workspace is not None:
             with step("provider.workspace.unmap"):
-                parts.registry.unregister_local(_address(parts.workspace))
-                parts.workspace.close()
-            parts.workspace = None
+                parts.registry.unregister_local(_address(workspace))
+                workspace.close()
+                parts.workspace = None
         memory.close()
         parts.memory = None
         self._account(pool, before, released, inodes)

@@ -46,6 +46,8 @@ class Tender:
         self._engine_since: float | None = None
         self._moving = False
         self._said_of_master = ""
+        self._unrecorded = False
+        self._record_after = 0.0
 
     def tick(self) -> None:
         """One look, and what it asks for. Mends nothing unless the pool is mounted."""
@@ -65,23 +67,28 @@ class Tender:
             return
         engine = self._engine()
         self._said_of_master = self._master()
-        reasons = [reason for reason in (engine, self._said_of_master, self._probe()) if reason]
+        probe = "" if self._said_of_master else self._probe()
+        reasons = [reason for reason in (engine, self._said_of_master, probe) if reason]
         self._exclusive()
         self._say("; ".join(reasons))
 
     def _say(self, reason: str) -> None:
         pool = self._pool
         state = "degraded" if reason else "ready"
-        if state == pool.state and (reason == pool.reason or state == "ready"):
+        owing = self._unrecorded and time.monotonic() >= self._record_after
+        if state == pool.state and (reason == pool.reason or state == "ready") and not owing:
             return
-        print(f"{time.strftime('%H:%M:%S')} {state}{': ' + reason if reason else ''}", file=sys.stderr, flush=True)
-        if state == pool.state:  # still degraded, for another reason: not worth a record of its own
+        if (state, reason) != (pool.state, pool.reason):
+            print(f"{time.strftime('%H:%M:%S')} {state}{': ' + reason if reason else ''}", file=sys.stderr, flush=True)
+        if state == pool.state and not owing:  # degraded still, for another reason: not worth a record of its own
             pool.reason = reason
             return
         try:
             pool.set_state(state, reason)
+            self._unrecorded = False
         except LedgerWriteError:
             pool.state, pool.reason = state, reason
+            self._unrecorded, self._record_after = True, time.monotonic() + RETRY
 
     # The Master
 
@@ -113,7 +120,8 @@ class Tender:
             return self._mend("vanished", [row.chunk for row in record.live_segments if row.id in ripe])
         open_rows = [row for row in record.live_segments if row.state == "mounting"]
         missing = len(self._vanished) + len(open_rows)
-        mounted = {row.chunk for row in record.live_segments}
+        # A segment that was being replaced when that failed is not there, and its chunk is offered again.
+        mounted = {row.chunk for row in record.live_segments if row.state != "unmounting"}
         never = [chunk.index for chunk in record.chunks if chunk.index not in mounted]
         if never and now >= self._not_before:
             return self._mend("unmounted", never)
@@ -134,6 +142,7 @@ class Tender:
         if adopted:
             with pool.record("late mounts took effect", segments=len(adopted)) as ledger:
                 ledger.set_segments("mounted", adopted)
+            self._probe_due = True
         now = time.monotonic()
         lost = {row.id for row in rows if row.state == "mounted" and row.id in absent}
         self._vanished = {i: self._vanished.get(i, now) for i in lost}
@@ -157,10 +166,12 @@ class Tender:
             raise
         except LedgerWriteError as error:
             self._not_before = time.monotonic() + RETRY
+            self._probe_due = True
             return str(error)
         except EgmError as error:
             # Some may be mounted, and read, by now: they are not offered again under their readers.
             self._not_before = time.monotonic() + max(RETRY, pool.plan.lease_ttl)
+            self._probe_due = True
             return f"mounting anew failed, and is tried again: {error.message}"
         self._vanished.clear()
         self._probe_due = True
