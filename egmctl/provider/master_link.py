@@ -49,6 +49,7 @@ class MasterLink:
         self._timeout = timeout
         self._turn = threading.Lock()
         self._client: MasterClient | None = None
+        self._unreported: list[tuple[SegmentId, SegmentId]] = []
 
     def _connection(self) -> MasterClient:
         if self._client is None:
@@ -103,19 +104,24 @@ class MasterLink:
             self._connection().unmount_segment(row.id, row.client)
 
     def refuse_tasks(self, client: SegmentId, why: str, count: int) -> int:
-        """Fetch up to ``count`` tasks and report each failed; how many there were."""
+        """Fetch up to ``count`` tasks and report each failed, with those whose report did not get through before; how
+        many there were. A Master hands a task out once, so none is forgotten before it has its report."""
         with self._turn:
             connection = self._connection()
-            tasks = connection.fetch_tasks(client, count)
+            self._unreported += [(client, task.id) for task in connection.fetch_tasks(client, count)]
             refused: MasterRefused | None = None
-            for task in tasks:
+            reported = 0
+            while self._unreported:
+                owner, task = self._unreported[0]
                 try:
-                    connection.complete_task(client, task.id, succeeded=False, message=why)
+                    connection.complete_task(owner, task, succeeded=False, message=why)
                 except MasterRefused as error:  # one that the Master has given up meanwhile does not keep the others
                     refused = error
+                del self._unreported[0]
+                reported += 1
             if refused is not None:
                 raise refused
-            return len(tasks)
+            return reported
 
     def lists(self, row: SegmentRow) -> bool:
         """Whether the Master has the segment, in whatever state."""
