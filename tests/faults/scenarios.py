@@ -94,6 +94,8 @@ def become(run: Run, what: str, condition: Callable[[PoolRecord], bool], seconds
     open_question = (run.fault["site"], run.fault["mode"]) == ("mooncake.master.mount_segment", "fail")
     if open_question and record is not None and record.state == "degraded":
         raise _Over
+    if run.fault["site"] == "mooncake.master.fetch_tasks":
+        raise _Over  # a Master hands a task out once; one whose answer was lost ends by the Master's own time limit
     if run.fault["mode"] in ("fail", "lost", "hang"):
         run.extra["not recovered"] = what
     raise _Over
