@@ -47,8 +47,10 @@ types: $(READY)
 	$(BIN)/mypy
 
 ## make unit     pytest alone
+# Real processes with real time limits share the machine with whatever else runs on it: what fails is run once more by
+# itself, and fails for good if it fails then. Both runs are shown.
 unit: $(READY) $(MASTER)
-	$(BIN)/pytest -n $(WORKERS)
+	$(BIN)/pytest -n $(WORKERS) || $(BIN)/pytest --last-failed --last-failed-no-failures none
 
 ## make faults   only the tests that make every step fail in turn
 faults: $(READY) $(MASTER)
