@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from egmctl.consumer.choose import Failures
 from egmctl.consumer.engine import Backoff, Engine
 from egmctl.consumer.errors import GetFailed, InterruptedPut, NoSpace, StoreError, Unreachable
 from egmctl.consumer.master_link import is_transient
@@ -29,11 +30,12 @@ def read_all(
 ) -> list[int | EgmError]:
     """Results in order, an error where one failed. ``first`` is a round of all of them that was started before."""
     results: list[int | EgmError] = [GetFailed("was not tried")] * len(requests)
+    failures: Failures = first.failures if first is not None else {}
     todo: Sequence[int] = range(len(requests))
     backoff = Backoff(engine.timing.retry)
     hurried = 0
     while todo:
-        current = first if first is not None else ReadRound(engine, requests, stream, todo)
+        current = first if first is not None else ReadRound(engine, requests, stream, todo, failures)
         try:
             try:
                 if first is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any, NamedTuple, Protocol
 
 from egmctl.consumer.bindings import Bindings
@@ -17,7 +18,7 @@ from egmctl.consumer.master_link import MasterLink
 from egmctl.consumer.pins import Near, Pins, Target
 from egmctl.memory.driver import Driver
 
-__all__ = ["Backoff", "Engine", "Gatherer", "Oversize", "Part", "Routes", "Timing", "split_batch"]
+__all__ = ["Backoff", "Engine", "Gatherer", "Oversize", "Part", "Routes", "Timing", "must_ask", "split_batch"]
 
 
 @dataclass(frozen=True)
@@ -249,17 +250,22 @@ def settle(completions: Sequence[Completion]) -> None:
         pass
 
 
+_RAMP = (8, 12, 20, 32)
+"""Each piece's answer is taken apart and its copies are queued within the time in which the piece before is copied, for
+objects of 1 MiB at 55 GB/s."""
+
+
 def split_batch(count: int) -> list[slice]:
     """Pieces of a batch: short ones first, so that copying begins soon, and short ones last, so that little is left to
     be asked when the last copy ends. At most some 250, all of which are on their way to the Master at once."""
     most = max(48, count // 250)
     sizes: list[int] = []
     left = count
-    size = 8
-    while left > size + 24:
+    for size in chain(_RAMP, repeat(most)):
+        if left <= size + 24:
+            break
         sizes.append(size)
         left -= size
-        size = min(2 * size, most)
     shortest = 16 if count <= 64 else 8
     while left > shortest:
         sizes.append((left + 1) // 2)
@@ -269,6 +275,26 @@ def split_batch(count: int) -> list[slice]:
     for size in sizes:
         starts.append(starts[-1] + size)
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+
+
+class Awaited(Protocol):
+    """A question to the Master, under way."""
+
+    def done(self) -> bool: ...
+
+
+def must_ask(at: int, sent: int, count: int, answer: Awaited | None, ahead: int) -> bool:
+    """Whether another piece of a batch of ``count`` is to be asked for before piece ``at`` is copied; ``ahead`` pieces
+    beyond it are under way once two are copied.
+
+    Those two are copied as soon as they can be. Meanwhile more is asked for only as long as ``answer``, the one to
+    piece ``at``, has to be waited for (None: it never is for long).
+    """
+    if sent >= min(count, at + 1 + ahead):
+        return False
+    if at >= 2 or sent <= max(at, 1):
+        return True
+    return answer is not None and not answer.done()
 
 
 def check_batch(keys: Sequence[str], *others: Sequence[object]) -> None:

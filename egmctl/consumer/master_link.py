@@ -25,11 +25,12 @@ from egmctl.mooncake.master import (
     MasterTimeout,
     MasterUnreachable,
     ReplicateConfig,
+    Reply,
     Uuid,
     error_name,
 )
 
-__all__ = ["Answer", "Location", "MasterLink", "Reserved", "is_transient"]
+__all__ = ["Answer", "Asked", "Location", "MasterLink", "Requested", "Reserved", "is_transient"]
 
 T = TypeVar("T")
 Answer = Callable[[], list[T | EgmError]]
@@ -49,8 +50,7 @@ class Location(NamedTuple):
     """Where an object lay at some time between ``asked_at`` and the answer (monotonic seconds).
 
     The lease counts from ``asked_at``: the Master granted it later. ``epoch`` is the connection that answered;
-    ``elsewhere`` says of each replica that is not in memory, or not complete, what it is; ``rows`` is what the Master
-    said of its replicas, as it said it.
+    ``elsewhere`` says of each replica that is not in memory, or not complete, what it is.
     """
 
     key: str
@@ -59,7 +59,6 @@ class Location(NamedTuple):
     asked_at: float
     lease_until: float
     epoch: int
-    rows: Any = None
 
     def still_holds(self, place: Place, first: Location) -> bool:
         """Whether this later answer proves that ``place`` was the object's all the time since ``first``."""
@@ -74,6 +73,66 @@ class Reserved(NamedTuple):
     elsewhere: tuple[str, ...]
     asked_at: float
     epoch: int
+
+
+class Asked:
+    """A question after some keys, under way. Calling it waits for the answer: a location or an error for each key."""
+
+    __slots__ = ("_link", "_reply", "asked_at", "keys")
+
+    def __init__(self, link: MasterLink, keys: Sequence[str]) -> None:
+        self._link = link
+        self.keys = keys
+        self.asked_at = time.monotonic()
+        self._reply = link._client.submit_batch_get_replica_rows(keys)
+
+    def done(self) -> bool:
+        """Whether the answer is there; does not wait for it."""
+        return self._reply.done()
+
+    def __call__(self) -> list[Location | EgmError]:
+        return self._taken_apart(self._reply, self.asked_at)
+
+    def again(self) -> Callable[[], list[Location | EgmError] | None]:
+        """Ask the very same once more, having called this. The answer is None when the Master says just what it said,
+        on the same connection: nothing has changed, and that is seen without taking the answer apart."""
+        asked_at = time.monotonic()
+        reply = self._link._client.submit_again(self._reply)
+        return lambda: None if reply.same_as(self._reply) else self._taken_apart(reply, asked_at)
+
+    def _taken_apart(self, reply: Reply[list[Any]], asked_at: float) -> list[Location | EgmError]:
+        rows, epoch = reply.result(), reply.epoch
+        refusal = self._link.refusal
+        return [
+            refusal("GetReplicaList", row.code, key)
+            if row.__class__ is Failure
+            else _location(key, row, asked_at, epoch)
+            for key, row in zip(self.keys, rows, strict=True)
+        ]
+
+
+class Requested:
+    """A request for space, under way: space or an error for each key."""
+
+    __slots__ = ("_asked_at", "_keys", "_link", "_reply")
+
+    def __init__(self, link: MasterLink, keys: Sequence[str], asked_at: float, reply: Reply[list[Any]]) -> None:
+        self._link = link
+        self._keys = keys
+        self._asked_at = asked_at
+        self._reply = reply
+
+    def done(self) -> bool:
+        """Whether the answer is there; does not wait for it."""
+        return self._reply.done()
+
+    def __call__(self) -> list[Reserved | EgmError]:
+        rows, epoch = self._reply.result(), self._reply.epoch
+        no_space, asked_at = self._link.no_space_for, self._asked_at
+        return [
+            no_space(key, row.code) if row.__class__ is Failure else _reserved(key, row, asked_at, epoch)
+            for key, row in zip(self._keys, rows, strict=True)
+        ]
 
 
 class MasterLink:
@@ -93,62 +152,22 @@ class MasterLink:
     def close(self) -> None:
         self._client.close()
 
-    def locate(self, keys: Sequence[str]) -> Answer[Location]:
+    def locate(self, keys: Sequence[str]) -> Asked:
         """Ask for all keys at once; the answer is waited for by calling what is returned."""
-        asked_at = time.monotonic()
-        reply = self._client.submit_batch_get_replica_rows(keys)
+        return Asked(self, keys)
 
-        def answer() -> list[Location | EgmError]:
-            rows, epoch = reply.result(), reply.epoch
-            return [
-                self._refusal("GetReplicaList", row.code, key)
-                if isinstance(row, Failure)
-                else _location(key, row, asked_at, epoch)
-                for key, row in zip(keys, rows, strict=True)
-            ]
-
-        return answer
-
-    def look_again(self, found: Sequence[Location]) -> Answer[Location | None]:
-        """Ask for objects located before: None for each of which the Master says just what it said, else as `locate`.
-
-        Most of the time nothing has changed, and that is seen without taking the answers apart.
-        """
-        asked_at = time.monotonic()
-        reply = self._client.submit_batch_get_replica_rows([each.key for each in found])
-
-        def answer() -> list[Location | EgmError | None]:
-            rows, epoch = reply.result(), reply.epoch
-            return [
-                self._refusal("GetReplicaList", row.code, before.key)
-                if isinstance(row, Failure)
-                else None
-                if row[0] == before.rows and before.epoch == epoch
-                else _location(before.key, row, asked_at, epoch)
-                for before, row in zip(found, rows, strict=True)
-            ]
-
-        return answer
-
-    def put_start(self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig) -> Answer[Reserved]:
+    def put_start(self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig) -> Requested:
         """Ask for space. The answer raises for all keys, or says for each what became of it."""
         asked_at = time.monotonic()
-        reply = self._client.submit_batch_put_start_rows(self._identity, keys, sizes, config)
-
-        def answer() -> list[Reserved | EgmError]:
-            rows, epoch = reply.result(), reply.epoch
-            return [
-                self._no_space_for(key, row.code) if isinstance(row, Failure) else _reserved(key, row, asked_at, epoch)
-                for key, row in zip(keys, rows, strict=True)
-            ]
-
-        return answer
+        return Requested(
+            self, keys, asked_at, self._client.submit_batch_put_start_rows(self._identity, keys, sizes, config)
+        )
 
     def put_end(self, keys: Sequence[str]) -> Answer[bool]:
         """Publish. Raises at once when the request could not be handed over."""
         reply = self._client.submit_batch_put_end(self._identity, keys)
         return lambda: [
-            self._refusal("PutEnd", row.code, key) if isinstance(row, Failure) else True
+            self.refusal("PutEnd", row.code, key) if isinstance(row, Failure) else True
             for key, row in zip(keys, reply.result(), strict=True)
         ]
 
@@ -161,28 +180,30 @@ class MasterLink:
         rows = self._client.batch_exist_key(keys)
         for key, row in zip(keys, rows, strict=True):
             if isinstance(row, Failure):
-                raise self._refusal("ExistKey", row.code, key)
+                raise self.refusal("ExistKey", row.code, key)
         return [bool(row) for row in rows]
 
     def remove(self, key: str, force: bool) -> None:
         try:
             self._client.remove(key, force=force)
         except MasterRefused as error:
-            raise self._refusal("Remove", error.number, key) from error
+            raise self.refusal("Remove", error.number, key) from error
 
-    def _no_space_for(self, key: str, number: int) -> EgmError:
+    def no_space_for(self, key: str, number: int) -> EgmError:
+        """The error for a put that was refused with Mooncake's ``number``."""
         if number != ObjectExists.number:
-            return self._refusal("PutStart", number, key)
+            return self.refusal("PutStart", number, key)
         # Mooncake says "exists" of an object that is still being written as well; the difference matters to a caller.
         try:
             there = self._client.batch_get_replica_list([key])[0]
         except EgmError:
             there = None
         if isinstance(there, Failure) and there.code == _NOT_READY:
-            return self._refusal("PutStart", _NOT_READY, key)
-        return self._refusal("PutStart", number, key)
+            return self.refusal("PutStart", _NOT_READY, key)
+        return self.refusal("PutStart", number, key)
 
-    def _refusal(self, call: str, number: int, key: str) -> EgmError:
+    def refusal(self, call: str, number: int, key: str) -> EgmError:
+        """The error for Mooncake's ``number``."""
         kind, hint = _REFUSALS.get(number, (StoreError, ""))
         shown = key if len(key) <= 80 else key[:80] + "..."
         return kind(
@@ -194,6 +215,7 @@ class MasterLink:
 
 
 _NOT_READY = -703
+_NOTHING: tuple[str, ...] = ()
 _REFUSALS: dict[int, tuple[type[StoreError], str]] = {
     -200: (NoSpace, "wait for leases to end and eviction to run, mount more, or split an object larger than a chunk"),
     -600: (InvalidRequest, "sizes are at least one byte, and keys are not empty"),
@@ -210,7 +232,7 @@ def _memory(rows: Sequence[Any], status: int) -> tuple[tuple[Place, ...], tuple[
         number, (kind, body), its_status = rows[0][:3]
         if kind == _IN_MEMORY and its_status == status:
             size, address, protocol, endpoint = body[0][:4]
-            return (_make(Place, (number, address, size, endpoint, protocol)),), ()
+            return (_make(Place, (number, address, size, endpoint, protocol)),), _NOTHING
     places, elsewhere = [], []
     for each in to_replicas(list(rows)):
         if each.kind == "memory" and each.status == status:
@@ -221,9 +243,8 @@ def _memory(rows: Sequence[Any], status: int) -> tuple[tuple[Place, ...], tuple[
 
 
 def _location(key: str, row: Any, asked_at: float, epoch: int) -> Location:
-    rows = row[0]
-    places, elsewhere = _memory(rows, _COMPLETE)
-    made: Location = _make(Location, (key, places, elsewhere, asked_at, asked_at + row[1] / 1000, epoch, rows))
+    places, elsewhere = _memory(row[0], _COMPLETE)
+    made: Location = _make(Location, (key, places, elsewhere, asked_at, asked_at + row[1] / 1000, epoch))
     return made
 
 

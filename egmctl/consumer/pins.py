@@ -71,13 +71,24 @@ class Pins:
         self._leases: dict[Hashable, tuple[Lease, ChunkAt, Binding]] = {}
         self._confirmed: dict[str, tuple[float, bool]] = {}
         self._near: dict[tuple[str, int], Near] = {}
+        self._chunks: dict[Hashable, tuple[str, Near]] = {}
 
     def near(self, place: Place, asked_at: float) -> Near | None:
         """The chunk that holds all of ``place``, when it was mapped before in this operation: nothing can go wrong."""
         _, address, nbytes, endpoint, _ = place
         near = self._near.get((endpoint, address >> _NEAR))
+        if near is None:
+            near = self._nearby(endpoint, address)
         if near is not None and near.asked_at <= asked_at and near.start <= address and address + nbytes <= near.end:
             return near
+        return None
+
+    def _nearby(self, endpoint: str, address: int) -> Near | None:
+        """The first look at a part of a chunk that is in use already; the next one is found at once."""
+        for named, near in self._chunks.values():
+            if near.start <= address < near.end and named == endpoint:
+                self._near[endpoint, address >> _NEAR] = near
+                return near
         return None
 
     def resolve(self, place: Place, asked_at: float) -> Target:
@@ -124,7 +135,7 @@ class Pins:
             raise Again(error, at_once=True) from error
         mapping = lease.mapping
         # Memory behind a fabric handle may be another host's, which only GPUs reach: the CPU is given no access to it.
-        self._near[place.endpoint, place.address >> _NEAR] = Near(
+        near = Near(
             binding.bound_at,
             chunk.base,
             chunk.base + chunk.nbytes,
@@ -132,6 +143,8 @@ class Pins:
             getattr(mapping, "device_address", mapping.address),
             chunk.identity,
         )
+        self._near[place.endpoint, place.address >> _NEAR] = near
+        self._chunks[chunk.identity] = place.endpoint, near
         return self.resolve(place, asked_at)
 
     @property

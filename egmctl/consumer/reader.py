@@ -14,14 +14,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
-from egmctl.consumer.engine import Engine, Part, Routes, settle, split_batch
-from egmctl.consumer.errors import GetFailed, InvalidBuffer, StaleAllocation, StoreError, Unreachable
+from egmctl.consumer.choose import Failures, choose
+from egmctl.consumer.engine import Engine, Part, Routes, must_ask, settle, split_batch
+from egmctl.consumer.errors import (
+    GetFailed,
+    InvalidBuffer,
+    InvalidRequest,
+    StaleAllocation,
+    StoreClosed,
+    StoreError,
+)
 from egmctl.consumer.host_copy import Completion
-from egmctl.consumer.master_link import Answer, Location, is_transient
-from egmctl.consumer.pins import Again, Pins, Place, Target
+from egmctl.consumer.master_link import Asked, Location, is_transient
+from egmctl.consumer.pins import Again, Pins, Place
 from egmctl.errors import EgmError
 
-__all__ = ["ReadRequest", "ReadRequests", "ReadRound", "as_store_error", "choose", "is_bound"]
+__all__ = ["ReadList", "ReadRequest", "ReadRequests", "ReadRound", "as_store_error", "is_bound"]
 
 Layout = Callable[[int], tuple[int, Sequence[Part]]]
 """From an object's size to (the result to return, which part of it goes where). Raises what is wrong with it."""
@@ -63,20 +71,25 @@ class _Flight(NamedTuple):
 
 
 _make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
+_AHEAD = 2  # pieces asked for beyond the one to be copied next
+_NOT_THE_PLACE = (StoreClosed, InvalidRequest, InvalidBuffer)  # copying from elsewhere would fail as well
 
 
 class _Piece:
-    """What was asked for and is copied together."""
+    """What was asked for and is copied together. ``asked`` is the question, when all that it named is copied."""
 
-    __slots__ = ("completion", "flights", "judged", "lease_until", "moved", "question")
+    __slots__ = ("asked", "completion", "endpoints", "flights", "judged", "lease_until", "moved", "numbers", "question")
 
-    def __init__(self, flights: list[_Flight], completion: Completion) -> None:
+    def __init__(self, flights: list[_Flight], completion: Completion, asked: Asked | None) -> None:
         self.flights = flights
         self.completion = completion
+        self.asked = asked
         self.lease_until = min([flight.location.lease_until for flight in flights])
         self.moved: set[int] = set()
-        self.question: Answer[Location | None] | None = None
+        self.question: Callable[[], Sequence[Location | EgmError] | None] | None = None
         self.judged = False
+        self.numbers: list[int] = []
+        self.endpoints: set[str] = set()
 
 
 class ReadRequests(Protocol):
@@ -84,6 +97,28 @@ class ReadRequests(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, at: int, /) -> ReadRequest: ...
+    def keys(self, numbers: Sequence[int], /) -> list[str]: ...
+    def whole(self, at: int, /) -> Part | None:
+        """Where all of an object goes, if that is one place; None: the request says it."""
+
+
+class ReadList:
+    """Requests that are made already."""
+
+    def __init__(self, requests: Sequence[ReadRequest]) -> None:
+        self._requests = requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, at: int) -> ReadRequest:
+        return self._requests[at]
+
+    def keys(self, numbers: Sequence[int]) -> list[str]:
+        return [self._requests[number].key for number in numbers]
+
+    def whole(self, at: int) -> Part | None:
+        return None
 
 
 class ReadRound:
@@ -96,13 +131,16 @@ class ReadRound:
         requests: ReadRequests,
         stream: int | None = None,
         todo: Sequence[int] | None = None,
+        failures: Failures | None = None,
     ) -> None:
-        """``todo`` are the numbers of the requests; all of them, unless given."""
+        """``todo`` are the numbers of the requests; all of them, unless given. ``failures`` are known from rounds
+        before, and added to."""
         self._engine = engine
         self.driver = engine.driver
         self._requests = requests
         self._todo = range(len(requests)) if todo is None else todo
         self._stream = stream
+        self.failures: Failures = {} if failures is None else failures
         self._pieces: list[_Piece] = []
         self._over = 0  # pieces whose copies were over while others were still located
         self.pins = Pins(engine.bindings, engine.mappings)
@@ -119,71 +157,54 @@ class ReadRound:
 
     def _start(self, todo: Sequence[int]) -> None:
         pieces = [todo[each] for each in split_batch(len(todo))]
-        asked: deque[tuple[list[tuple[int, ReadRequest]], Answer[Location] | None]] = deque()
+        asked: deque[tuple[Sequence[int], Asked]] = deque()
         sent = 0
         for at in range(len(pieces)):
-            # Two to begin with, so that the first is soon there, and both are copied before more is asked for.
-            while sent < min(len(pieces), 2 if at < 2 else at + 2):
-                asked.append(self._ask(pieces[sent]))
+            while must_ask(at, sent, len(pieces), None, _AHEAD):
+                piece = pieces[sent]
+                asked.append((piece, self._engine.master.locate(self._requests.keys(piece))))
                 sent += 1
-            requests, answer = asked.popleft()
-            if answer is not None:
-                self._launch(requests, answer())
+            self._launch(*asked.popleft())
             while self._over < len(self._pieces) and self._pieces[self._over].completion.done():
                 self._ask_again(self._pieces[self._over])
                 self._over += 1
 
-    def _ask(self, todo: Sequence[int]) -> tuple[list[tuple[int, ReadRequest]], Answer[Location] | None]:
-        requests: list[tuple[int, ReadRequest]] = []
-        for number in todo:
-            try:
-                requests.append((number, self._requests[number]))
-            except EgmError as error:
-                self.outcomes[number] = error
-        if not requests:
-            return requests, None
-        return requests, self._engine.master.locate([request.key for _, request in requests])
-
-    def _launch(self, requests: Sequence[tuple[int, ReadRequest]], answers: Sequence[Location | EgmError]) -> None:
+    def _launch(self, numbers: Sequence[int], asked: Asked) -> None:
         flights: list[_Flight] = []
         routes = self._engine.routes()
-        for (number, request), located in zip(requests, answers, strict=True):
-            if self._launch_simple(number, request, located, routes, flights):
-                continue
+        whole, near, add_near = self._requests.whole, self.pins.near, routes.add_near
+        failures = self.failures
+        for number, located in zip(numbers, asked(), strict=True):
             try:
-                if isinstance(located, EgmError):
-                    raise Again(as_store_error(located)) if is_transient(located) else located
-                place, target = choose(self.pins, located)
-                result, parts = request.laid_out(place.nbytes)
-                routes.add_all([(target, part) for part in parts], write=False)
+                # What most objects of a batch are: whole, into one buffer of their size, out of a chunk in use already.
+                if located.__class__ is Location and not failures:
+                    places: tuple[Place, ...] = located[1]
+                    part = whole(number)
+                    if part is not None and places and part[2] == places[0][2]:
+                        place = places[0]
+                        close = near(place, asked.asked_at)
+                        if close is not None and add_near(close, place[1], part, write=False):
+                            flights.append(_make(_Flight, (number, located, place, part[2])))
+                            continue
+                self._launch_one(number, located, routes, flights)
             except (EgmError, Again) as error:
                 self.outcomes[number] = error
-                continue
-            flights.append(_Flight(number, located, place, result))
         if flights:
             try:
                 completion = self._engine.copy(routes, self._stream)
             except EgmError as error:
                 self._fail(flights, error)
                 return
-            self._pieces.append(_Piece(flights, completion))
+            self._pieces.append(_Piece(flights, completion, asked if len(flights) == len(numbers) else None))
 
-    def _launch_simple(
-        self, number: int, request: ReadRequest, located: Location | EgmError, routes: Routes, flights: list[_Flight]
-    ) -> bool:
-        """What most objects of a batch are: whole, into one buffer of their size, out of a chunk in use already."""
-        parts = request.parts
-        if located.__class__ is not Location or len(parts) != 1 or request.layout is not None:
-            return False
-        place = located.places[0] if located.places else None
-        part = parts[0]
-        if place is None or part.nbytes != place.nbytes:
-            return False
-        near = self.pins.near(place, located.asked_at)
-        if near is None or not routes.add_near(near, place.address, part, write=False):
-            return False
-        flights.append(_make(_Flight, (number, located, place, part.nbytes)))
-        return True
+    def _launch_one(self, number: int, located: Location | EgmError, routes: Routes, flights: list[_Flight]) -> None:
+        request = self._requests[number]
+        if isinstance(located, EgmError):
+            raise Again(as_store_error(located)) if is_transient(located) else located
+        place, target = choose(self.pins, located, self.failures.get(number, ()))
+        result, parts = request.laid_out(place.nbytes)
+        routes.add_all([(target, part) for part in parts], write=False)
+        flights.append(_Flight(number, located, place, result))
 
     def done(self) -> bool:
         return all(piece.completion.done() for piece in self._pieces)
@@ -235,8 +256,10 @@ class ReadRound:
             with suppress(EgmError):  # `settle` tries it once more
                 piece.question = self._look_again(piece)
 
-    def _look_again(self, piece: _Piece) -> Answer[Location | None]:
-        return self._engine.master.look_again([flight.location for flight in piece.flights])
+    def _look_again(self, piece: _Piece) -> Callable[[], Sequence[Location | EgmError] | None]:
+        if piece.asked is not None:
+            return piece.asked.again()
+        return self._engine.master.locate([flight.location.key for flight in piece.flights])
 
     def settle(self) -> None:
         """Judge what was copied by what the Master says after the copy. Call once `wait` has returned True."""
@@ -252,28 +275,34 @@ class ReadRound:
 
     def _disbelieve(self, bad: set[str]) -> None:
         for piece in self._pieces:
-            for flight in piece.flights:
-                if flight.place.endpoint in bad and isinstance(self.outcomes.get(flight.number), int):
-                    self.outcomes[flight.number] = Again(
-                        StaleAllocation("the provider ended during the copy", where=flight.place.endpoint)
+            gone = piece.endpoints & bad
+            for number in piece.numbers if gone else ():
+                if isinstance(self.outcomes.get(number), int):
+                    self.outcomes[number] = Again(
+                        StaleAllocation("the provider ended during the copy", where=", ".join(sorted(gone)))
                     )
 
-    def _judge(self, piece: _Piece, answers: Sequence[Location | EgmError | None]) -> None:
+    def _judge(self, piece: _Piece, answers: Sequence[Location | EgmError | None] | None) -> None:
         piece.judged = True
-        if not piece.moved and answers.count(None) == len(answers):  # nearly always: nothing has changed
-            self.outcomes.update([(flight.number, flight.result) for flight in piece.flights])
-            return
-        for flight, answer in zip(piece.flights, answers, strict=True):
-            if isinstance(answer, EgmError):
-                self.outcomes[flight.number] = (
-                    Again(as_store_error(answer)) if is_transient(answer) else _changed(flight, answer)
-                )
-            elif flight.number in piece.moved or (
-                answer is not None and not answer.still_holds(flight.place, flight.location)
-            ):
-                self.outcomes[flight.number] = _changed(flight, None)
-            else:
-                self.outcomes[flight.number] = flight.result
+        flights = piece.flights
+        if answers is None and not piece.moved:  # nearly always: nothing has changed
+            self.outcomes.update([(flight[0], flight[3]) for flight in flights])
+        else:
+            for flight, answer in zip(flights, answers or [None] * len(flights), strict=True):
+                self.outcomes[flight.number] = self._verdict(piece, flight, answer)
+        piece.numbers = [flight[0] for flight in flights]
+        piece.endpoints = {flight[2].endpoint for flight in flights}
+        # What was known of the objects is let go of now, while others are copied, and not all of it at the end.
+        piece.flights, piece.asked, piece.question = [], None, None
+
+    def _verdict(self, piece: _Piece, flight: _Flight, answer: Location | EgmError | None) -> int | EgmError | Again:
+        if isinstance(answer, EgmError):
+            return Again(as_store_error(answer)) if is_transient(answer) else _changed(flight, answer)
+        if flight.number in piece.moved or (
+            answer is not None and not answer.still_holds(flight.place, flight.location)
+        ):
+            return _changed(flight, None)
+        return flight.result
 
     def abandon(self) -> None:
         """Wait for copies under way, then let go of the memory; nothing is believed."""
@@ -281,36 +310,17 @@ class ReadRound:
         self.pins.close()
 
     def _fail(self, flights: Sequence[_Flight], error: EgmError) -> None:
+        """Where an object has another replica, that is tried next; the reason is kept for when there is none left."""
         for flight in flights:
             self.outcomes[flight.number] = error
+            if len(flight.location.places) > 1 and not isinstance(error, _NOT_THE_PLACE):
+                self.failures.setdefault(flight.number, []).append((flight.place, error))
+                self.outcomes[flight.number] = Again(as_store_error(error), at_once=True)
 
 
 def is_bound(outcome: object) -> bool:
     """Whether the same question can be asked again at once, in the same round."""
     return isinstance(outcome, Again) and outcome.bound
-
-
-def choose(pins: Pins, location: Location) -> tuple[Place, Target]:
-    """The first replica that can be reached. Raises `Again` when a later attempt may reach one, else `Unreachable`."""
-    reasons = list(location.elsewhere)
-    later: Again | None = None
-    for place in location.places:
-        try:
-            return place, pins.resolve(place, location.asked_at)
-        except Again as error:
-            if later is None or (error.at_once and not later.bound):
-                later = error
-            reasons.append(str(error.error))
-        except EgmError as error:
-            reasons.append(str(error))
-    if later is not None:
-        raise later
-    raise Unreachable(
-        "no replica lies in memory that can be reached directly: " + ("; ".join(reasons) or "it has none in memory"),
-        where=f"object {location.key!r}",
-        hint="read it through a Mooncake client",
-        facts={"reasons": reasons},
-    )
 
 
 def _changed(flight: _Flight, error: EgmError | None) -> Again:

@@ -57,6 +57,20 @@ class Reads:
         made: ReadRequest = _make(ReadRequest, (self._keys[at], parts_of(self._buffers, self._lists[at]), None))
         return made
 
+    def keys(self, numbers: Sequence[int]) -> list[str]:
+        """Of these requests; nothing else of them is looked at."""
+        keys = self._keys
+        return [keys[number] for number in numbers]
+
+    def whole(self, at: int) -> Part | None:
+        """Where it goes, if that is one place."""
+        pieces = self._lists[at]
+        if len(pieces) != 1:
+            return None
+        address, nbytes = pieces[0]
+        made: Part = _make(Part, (0, address, nbytes, self._buffers.find(address, nbytes)))
+        return made
+
 
 class Writes:
     """Puts of whole objects laid together from their parts, likewise.
@@ -88,9 +102,23 @@ class Writes:
         return made
 
 
+class _Singles(Sequence[BufferList]):
+    """Made one by one: a list of hundreds would be made before the first of them is asked for."""
+
+    def __init__(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+        self._addresses = addresses
+        self._sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, at: Any) -> Any:
+        return ((self._addresses[at], self._sizes[at]),)
+
+
 def singles(addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[BufferList]:
     """One part for each object."""
-    return list(zip(zip(addresses, sizes, strict=True), strict=True))
+    return _Singles(addresses, sizes)
 
 
 def check_range(key: str, size: int, offset: int, length: int) -> None:

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from egmctl.consumer.buffers import Buffers
+from egmctl.consumer.choose import choose
 from egmctl.consumer.context import keeps_device
 from egmctl.consumer.engine import Backoff, Engine, Part
 from egmctl.consumer.errors import InvalidRequest, LeaseExpired, ProviderGone, StaleAllocation, StoreClosed
 from egmctl.consumer.gather import Entries, Indices, gather
 from egmctl.consumer.host_copy import Completion
-from egmctl.consumer.master_link import Location, is_transient
+from egmctl.consumer.master_link import Asked, Location, is_transient
 from egmctl.consumer.pins import Again, Pins, Place, Target
-from egmctl.consumer.reader import choose
 from egmctl.errors import EgmError
 
 __all__ = ["Session"]
@@ -37,6 +37,7 @@ class Session:
         self._lock = threading.Lock()
         self._pins: Pins | None = None
         self._found: dict[str, tuple[Location, Place, Target]] = {}
+        self._asked: Asked | None = None
         self._lease_until = 0.0
         self._epoch = 0
 
@@ -150,11 +151,9 @@ class Session:
         right."""
         with self._lock:
             self._opened()
-            found = [self._object(key) for key in self._keys]
-            answers = self._engine.master.look_again([location for location, _, _ in found])()
-            for (location, place, _), answer in zip(found, answers, strict=True):
-                if answer is None:
-                    continue
+            assert self._asked is not None
+            for key, answer in zip(self._keys, self._asked.again()() or (), strict=False):
+                location, place, _ = self._object(key)
                 if not isinstance(answer, Location) or not answer.still_holds(place, location):
                     return False
             return not self._opened().confirm()
@@ -165,7 +164,7 @@ class Session:
         while True:
             pins = self._engine.pins()
             try:
-                found = self._attempt(pins)
+                found, asked = self._attempt(pins)
                 break
             except Again as error:
                 pins.close()
@@ -179,20 +178,21 @@ class Session:
         old, self._pins = self._pins, pins
         if old is not None:
             old.close()
-        self._found = found
+        self._found, self._asked = found, asked
         self._lease_until = min((location.lease_until for location, _, _ in found.values()), default=0.0)
         self._epoch = next((location.epoch for location, _, _ in found.values()), self._engine.master.epoch)
 
-    def _attempt(self, pins: Pins) -> dict[str, tuple[Location, Place, Target]]:
+    def _attempt(self, pins: Pins) -> tuple[dict[str, tuple[Location, Place, Target]], Asked]:
         if not self._keys:
             raise InvalidRequest("a session has at least one key")
         found = {}
-        for key, answer in zip(self._keys, self._engine.master.locate(self._keys)(), strict=True):
+        asked = self._engine.master.locate(self._keys)
+        for key, answer in zip(self._keys, asked(), strict=True):
             if isinstance(answer, EgmError):
                 raise answer
             place, target = choose(pins, answer)
             found[key] = (answer, place, target)
-        return found
+        return found, asked
 
     def _opened(self) -> Pins:
         if self._pins is None:

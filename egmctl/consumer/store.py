@@ -24,7 +24,7 @@ from egmctl.consumer.gather import Entries, Indices
 from egmctl.consumer.host_copy import Copier, HostCopier
 from egmctl.consumer.keylocks import KeyLocks
 from egmctl.consumer.master_link import Location
-from egmctl.consumer.reader import ReadRequest, ReadRound
+from egmctl.consumer.reader import ReadList, ReadRequest, ReadRound
 from egmctl.consumer.requests import BufferList, Reads, Writes, check_range, loose, part_of_bytes, singles
 from egmctl.consumer.session import Session
 from egmctl.consumer.sparse import gather_objects, scatter_request
@@ -311,7 +311,7 @@ class EgmStore:
             check_range(key, size, offset, length)
             return length, [Part(offset, address, length, buffer)] if length else []
 
-        return single(read_all(self._engine, [ReadRequest(key, layout=layout)], stream=stream))
+        return single(read_all(self._engine, ReadList([ReadRequest(key, layout=layout)]), stream=stream))
 
     @keeps_device
     def get(self, key: str) -> bytes:
@@ -323,7 +323,7 @@ class EgmStore:
             kept[:] = [ctypes.create_string_buffer(size)]
             return size, [loose(ctypes.addressof(kept[0]), size)]
 
-        single(read_all(self._engine, [ReadRequest(key, layout=layout)]))
+        single(read_all(self._engine, ReadList([ReadRequest(key, layout=layout)])))
         return kept[0].raw
 
     # -- the rest

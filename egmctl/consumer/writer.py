@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from egmctl.consumer.engine import Engine, Part, Routes, settle, split_batch
+from egmctl.consumer.engine import Engine, Part, Routes, must_ask, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, ObjectNotFound, StaleAllocation, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
-from egmctl.consumer.master_link import Answer, Reserved
+from egmctl.consumer.master_link import Answer, Requested, Reserved
 from egmctl.consumer.pins import Again, Pins, Target
 from egmctl.consumer.reader import is_bound
 from egmctl.errors import EgmError
@@ -31,6 +31,9 @@ class WriteRequest(NamedTuple):
     nbytes: int
     parts: Sequence[Part] = ()
     custom: Callable[[Sequence[Target], int | None], Completion] | None = None
+
+
+_AHEAD = 3  # pieces asked for beyond the next to be copied: the Master takes longer to reserve than to locate
 
 
 class _LostSpace(Exception):
@@ -91,18 +94,17 @@ class WriteRound:
 
     def _start(self, todo: Sequence[int]) -> None:
         pieces = [todo[each] for each in split_batch(len(todo))]
-        asked: deque[tuple[list[tuple[int, WriteRequest]], float, Answer[Reserved] | None]] = deque()
+        asked: deque[tuple[list[tuple[int, WriteRequest]], Requested | None, float]] = deque()
         sent = 0
         for at in range(len(pieces)):
-            # The Master takes longer to reserve than to locate, so more of it is under way.
-            while sent < min(len(pieces), 4 if at < 2 else at + 3):
+            while must_ask(at, sent, len(pieces), asked[0][1] if asked else None, _AHEAD):
                 asked.append(self._ask(pieces[sent]))
                 sent += 1
-            requests, deadline, answer = asked.popleft()
+            requests, answer, deadline = asked.popleft()
             if answer is not None:
                 self._launch(requests, answer(), deadline)
 
-    def _ask(self, todo: Sequence[int]) -> tuple[list[tuple[int, WriteRequest]], float, Answer[Reserved] | None]:
+    def _ask(self, todo: Sequence[int]) -> tuple[list[tuple[int, WriteRequest]], Requested | None, float]:
         requests: list[tuple[int, WriteRequest]] = []
         oversize = self._engine.oversize
         for number in todo:
@@ -116,10 +118,10 @@ class WriteRound:
                 self.outcomes[number] = error
         deadline = time.monotonic() + self._engine.timing.put_deadline
         if not requests:
-            return requests, deadline, None
+            return requests, None, deadline
         keys, sizes = [each.key for _, each in requests], [each.nbytes for _, each in requests]
         self._held.update(dict.fromkeys(keys))  # from here on until it is known that the Master holds nothing
-        return requests, deadline, self._engine.master.put_start(keys, sizes, self._config)
+        return requests, self._engine.master.put_start(keys, sizes, self._config), deadline
 
     def _launch(
         self,
@@ -281,6 +283,8 @@ class WriteRound:
     def _publishable(self, piece: _Piece, bad: set[str]) -> list[tuple[int, WriteRequest, Reserved]]:
         master = self._engine.master
         connected, late = master.connected(), time.monotonic() > piece.deadline
+        if connected and not late and not bad and piece.flights and master.epoch == piece.flights[0][2].epoch:
+            return piece.flights  # they were granted together
         good = []
         for flight in piece.flights:
             index, request, reserved = flight
@@ -306,6 +310,12 @@ class WriteRound:
             for index, request, _ in good:
                 self._held.pop(request.key, None)  # it may be published: not ours to take back
                 self.outcomes[index] = _unknown(request, error)
+            return
+        if rows.count(True) == len(good):  # nearly always
+            self.outcomes.update([(index, request.nbytes) for index, request, _ in good])
+            for _, request, _ in good:
+                del self._held[request.key]
+            piece.flights, piece.good = [], []
             return
         for (index, request, _), row in zip(good, rows, strict=True):
             self._held.pop(request.key, None)

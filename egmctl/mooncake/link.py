@@ -80,7 +80,7 @@ class Link:
                     f"{function}: {MAX_IN_FLIGHT} requests wait for an answer; this one was not sent", where=self.where
                 )
             seq = self.next_seq = (self.next_seq + 1) & 0xFFFFFFFF
-            reply = Reply(self, function, seq, deadline, convert)
+            reply = Reply(self, function, seq, deadline, convert, body)
             self.pending[seq] = reply
         frame = _REQUEST.pack(_MAGIC, 0, 0, 0, seq, function_id(function), len(body), 0) + body
         sent = 0

@@ -147,6 +147,11 @@ class ObjectCalls(Caller):
         value = keys, self.tenant_id
         return self._batch("BatchGetReplicaList", _KEYS, value, calls.LOCATED_ANSWER, same, timeout, keys)
 
+    def submit_again(self, reply: Reply[list[Any]]) -> Reply[list[Any]]:
+        """Ask once more what `submit_batch_get_replica_rows` asked; `Reply.same_as` then tells whether anything has
+        changed."""
+        return self.rpc.ask_again(reply)
+
     def submit_batch_put_start_rows(
         self, client: Uuid, keys: Sequence[str | bytes], sizes: Sequence[int], config: ReplicateConfig
     ) -> Reply[list[Any]]:

@@ -29,9 +29,18 @@ class Waiting(Protocol):
 class Reply(Generic[T]):
     """The answer to one request, now or later. `result` may be asked again after a `MasterTimeout`."""
 
-    def __init__(self, link: Waiting, function: str, seq: int, deadline: float, convert: Callable[[bytes], T]) -> None:
+    def __init__(
+        self,
+        link: Waiting,
+        function: str,
+        seq: int,
+        deadline: float,
+        convert: Callable[[bytes], T],
+        request: bytes = b"",
+    ) -> None:
         self._link = link
         self.function = function
+        self.request = request
         self.seq = seq
         self.deadline = deadline
         self._convert = convert
@@ -58,6 +67,14 @@ class Reply(Generic[T]):
         Raises `MasterTimeout` (not answered yet), `MasterLost` (never will be), `MasterRpcError`, `CodecError`, and
         what the call's own conversion raises (`MasterRefused`).
         """
+        return self._convert(self._body(timeout))
+
+    def same_as(self, earlier: Reply[T]) -> bool:
+        """Whether the answer is, byte for byte, the one that ``earlier`` got on the same connection; waits and raises
+        as `result`. Nothing is taken apart."""
+        return self._body(None) == earlier._value and earlier.finished and self.epoch == earlier.epoch
+
+    def _body(self, timeout: float | None) -> bytes:
         if not self.finished:
             deadline = self.deadline if timeout is None else time.monotonic() + timeout
             if not self._link.wait(self, deadline):
@@ -79,7 +96,7 @@ class Reply(Generic[T]):
                     facts={"call": self.function},
                 )
             raise self._error
-        return self._convert(self._value)
+        return self._value
 
     def add_done_callback(self, callback: Callable[[Reply[T]], None]) -> None:
         """Call ``callback(self)`` once it is finished, however late, in the thread that read it (now, if it is)."""

@@ -119,6 +119,10 @@ class RpcConnection:
                     break
         raise self._unreachable(f"{function}: {problem}; it was not handed over")
 
+    def ask_again(self, reply: Reply[T], timeout: float | None = None) -> Reply[T]:
+        """Send the request of ``reply`` once more. For questions; what changes something is never sent twice."""
+        return self.submit(reply.function, reply.request, timeout, reply._convert)
+
     def close(self) -> None:
         """End the connection and wake everybody who waits; nothing can be sent afterwards."""
         self._closed = True

@@ -187,6 +187,19 @@ class Here:
             times.append(time.perf_counter() - begin)
         return times[warm:]
 
+    def in_turns(self, *runs: Callable[[int], object], warm: int = 2) -> list[list[float]]:
+        """Seconds of each, one of each after the other: what drifts meanwhile drifts for all of them."""
+        times: list[list[float]] = [[] for _ in runs]
+        for number in range(self.scale.repeats + warm):
+            for run, its in zip(runs, times, strict=True):
+                its += self.seconds(lambda _, run=run, number=number: run(number), 1, 0)
+        return [its[warm:] for its in times]
+
+    @staticmethod
+    def rate(nbytes: int, times: Sequence[float]) -> float:
+        """GB/s."""
+        return nbytes / statistics.median(times) / 1e9
+
     def row(
         self,
         name: str,
@@ -197,7 +210,7 @@ class Here:
         **more: Any,
     ) -> float:
         """A rate next to the raw copy's ``base``; returns it in GB/s."""
-        rate = nbytes / statistics.median(times) / 1e9
+        rate = self.rate(nbytes, times)
         self.rows.add(name, gbps=round(rate, 2), ratio=rate / base if base else None, target=target, **more)
         return rate
 
@@ -235,6 +248,11 @@ class Here:
 
         return run
 
+    def raw_both(self) -> Callable[[int], None]:
+        """One large copy each way, in the memory of `raw_rates`."""
+        nbytes, hbm = self.scale.raw, self.hbm[0]
+        return self.raw([(0, hbm, self.dram, nbytes), (0, self.dram + nbytes, hbm + nbytes, nbytes)])
+
     def raw_rates(self, *, both: bool = False) -> dict[str, float]:
         """GB/s of large raw copies, written down: get, put, and when asked both ways and on two GPUs at once."""
         nbytes = self.scale.raw
@@ -247,8 +265,7 @@ class Here:
             "put": self.row(f"raw copy, HBM to DRAM, {size}", nbytes, self.seconds(self.raw([(0, dram, hbm, nbytes)]))),
         }
         if both:
-            jobs = [(0, hbm, dram, nbytes), (0, dram + nbytes, hbm + nbytes, nbytes)]
-            rates["both"] = self.row("raw copies, both ways at once", 2 * nbytes, self.seconds(self.raw(jobs)))
+            rates["both"] = self.row("raw copies, both ways at once", 2 * nbytes, self.seconds(self.raw_both()))
         if both and len(self.devices) > 1:
             for way in ("get", "put"):
                 pairs = [(device, self.hbm[device], dram + device * nbytes) for device in self.devices]

@@ -45,7 +45,9 @@ class Footprint:
         with open("/proc/self/maps") as maps:
             lines = sum(1 for _ in maps)
         files = len(os.listdir("/proc/self/fd")) - 1
-        return cls(resident, files, lines, store._engine.mappings.count, threading.active_count())
+        # A stream of the model is a thread; how many there are depends on how many copies ever met.
+        threads = sum(not each.name.startswith("model-") for each in threading.enumerate())
+        return cls(resident, files, lines, store._engine.mappings.count, threads)
 
 
 class _Work:
