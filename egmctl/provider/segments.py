@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from egmctl.errors import CleanupPendingError, EgmError
-from egmctl.ledger import SegmentRow
+from egmctl.ledger import LedgerWriteError, SegmentRow
 from egmctl.mooncake.errors import MasterLost, MasterTimeout, MasterUnreachable
 from egmctl.provider.listing import bytes_in_use
 from egmctl.provider.master_link import MasterLink, certainly_not_done
@@ -50,9 +51,15 @@ def offer(pool: Pool, indices: Sequence[int], *, instead_of: Sequence[SegmentRow
     rows = new_rows(pool, indices)
     master = pool.record_now().master
     link = pool.link(master)
-    with pool.record("mount begins", master=master, chunks=list(indices)) as ledger:
-        ledger.set_segments("unmounting", (row.id for row in instead_of))
-        ledger.add_segments(rows)
+    try:
+        with pool.record("mount begins", master=master, chunks=list(indices)) as ledger:
+            ledger.set_segments("unmounting", (row.id for row in instead_of))
+            ledger.add_segments(rows)
+    except LedgerWriteError:
+        # A record that is said to have failed may have been made all the same; nobody was asked for these.
+        with suppress(LedgerWriteError), pool.record("mount did not begin", master=master) as ledger:
+            ledger.set_segments("refused", (row.id for row in rows))
+        raise
     taken: list[SegmentRow] = []
     mounted: list[SegmentRow] = []
     asked: SegmentRow | None = None
