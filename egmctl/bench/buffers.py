@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 from egmctl.memory.driver import get_driver
 
-__all__ = ["Buffer", "DeviceBuffer", "HostBuffer", "make_buffer"]
+if TYPE_CHECKING:
+    from egmctl.consumer import EgmStore
+
+__all__ = ["Buffer", "DeviceBuffer", "HostBuffer", "make_buffer", "registered"]
 
 
 class Buffer(Protocol):
@@ -76,3 +81,17 @@ class DeviceBuffer:
 def make_buffer(nbytes: int, device: int | None) -> Buffer:
     """Host memory, or with ``device`` that GPU's. Raises `CudaError`."""
     return HostBuffer(nbytes) if device is None else DeviceBuffer(nbytes, device)
+
+
+@contextmanager
+def registered(store: EgmStore, nbytes: int, device: int | None) -> Iterator[Buffer]:
+    """A buffer that ``store`` knows, until the end of the block. Raises `CudaError`, `InvalidBuffer`."""
+    buffer = make_buffer(nbytes, device)
+    try:
+        store.register_buffer(buffer.address, nbytes)
+        try:
+            yield buffer
+        finally:
+            store.unregister_buffer(buffer.address)
+    finally:
+        buffer.close()

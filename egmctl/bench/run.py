@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from egmctl import __version__
-from egmctl.bench.buffers import make_buffer
+from egmctl.bench.buffers import registered
 from egmctl.bench.cleanup import remove_objects
 from egmctl.bench.pattern import pattern
 from egmctl.bench.statistics import latency_us, rate_gbps
@@ -75,9 +75,7 @@ class _Direct:
     ) -> tuple[list[int], int]:
         taken: list[int] = []
         errors = 0
-        buffer = make_buffer(nbytes, self._device)
-        self._store.register_buffer(buffer.address, nbytes)
-        try:
+        with registered(self._store, nbytes, self._device) as buffer:
             for key in keys:
                 if fill:
                     buffer.fill(pattern(key, nbytes))
@@ -89,9 +87,6 @@ class _Direct:
                     errors += 1
                     continue
                 taken.append(time.perf_counter_ns() - began)
-        finally:
-            self._store.unregister_buffer(buffer.address)
-            buffer.close()
         return taken, errors
 
 

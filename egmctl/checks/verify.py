@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from egmctl.bench.buffers import make_buffer
+from egmctl.bench.buffers import registered
 from egmctl.bench.cleanup import remove_objects
 from egmctl.bench.pattern import digest, pattern
 from egmctl.bench.stock import StockClient
@@ -246,30 +246,20 @@ class Placement:
 
     def _put_into(self, facts: PoolFacts, row: SegmentRow, key: str, content: bytes, device: int | None) -> bool:
         config = ReplicateConfig(preferred_segments=(row.name,))
-        buffer = make_buffer(len(content), device)
-        facts.store.register_buffer(buffer.address, buffer.nbytes)
-        try:
+        with registered(facts.store, len(content), device) as buffer:
             buffer.fill(content)
             for _ in range(_PLACING_TRIES):
                 facts.store.put_from(key, buffer.address, len(content), config=config)
                 if _lies_in(row, facts.master.get_replica_list(key)):
                     return True
                 facts.store.remove(key, force=True)
-        finally:
-            facts.store.unregister_buffer(buffer.address)
-            buffer.close()
         return False
 
     def _compare(self, facts: PoolFacts, key: str, content: bytes, device: int | None) -> int | None:
         """Where the first wrong byte is, if any is."""
-        buffer = make_buffer(len(content), device)
-        facts.second_store.register_buffer(buffer.address, buffer.nbytes)
-        try:
+        with registered(facts.second_store, len(content), device) as buffer:
             facts.second_store.get_into(key, buffer.address, len(content))
             found = buffer.content(len(content))
-        finally:
-            facts.second_store.unregister_buffer(buffer.address)
-            buffer.close()
         if found == content:
             return None
         return next(i for i, (a, b) in enumerate(zip(found, content, strict=True)) if a != b)

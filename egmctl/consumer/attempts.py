@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from egmctl.consumer.choose import Failures
 from egmctl.consumer.engine import Backoff, Engine
-from egmctl.consumer.errors import GetFailed, InterruptedPut, NoSpace, StoreError, Unreachable
-from egmctl.consumer.master_link import is_transient
+from egmctl.consumer.errors import GetFailed, InterruptedPut, NoSpace, Unreachable
 from egmctl.consumer.pins import Again
-from egmctl.consumer.reader import ReadRequests, ReadRound, as_store_error
+from egmctl.consumer.reader import ReadRequests, ReadRound
 from egmctl.consumer.writer import WriteRequests, WriteRound
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
@@ -44,11 +43,7 @@ def read_all(
                 current.wait(None)
                 current.settle()
             except EgmError as error:
-                current.abandon()
-                if not is_transient(error):
-                    raise
-                for index in todo:
-                    current.outcomes[index] = Again(as_store_error(error))
+                current.give_up(error)
         except BaseException:
             current.abandon()
             raise
@@ -100,11 +95,7 @@ def write_all(
                 current.wait(None)
                 current.settle()
             except EgmError as error:
-                current.abandon()
-                if not is_transient(error):
-                    raise
-                for index in todo:
-                    current.outcomes.setdefault(index, Again(_interrupted(error)))
+                current.give_up(error)
         except BaseException:
             current.abandon()
             raise
@@ -140,11 +131,3 @@ def write_all(
         if not (space if full else retry).sleep():
             break
     return results
-
-
-def _interrupted(error: EgmError) -> StoreError:
-    if isinstance(error, StoreError):
-        return error
-    failed = InterruptedPut(error.message, where=error.where, hint=error.hint, facts={"revoked": True})
-    failed.__cause__ = error
-    return failed

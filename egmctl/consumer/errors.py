@@ -125,7 +125,8 @@ class GetFailed(StoreError):
 
 
 class InterruptedPut(StoreError):
-    """A put that was not published; whether its space could be given back is in ``facts["revoked"]``."""
+    """A put that was not published. ``facts["revoked"]`` is True when the Master has said that it holds no space for it
+    any more, and None when that is not known; the Master discards what is left after half a minute."""
 
     code = "interrupted-put"
 

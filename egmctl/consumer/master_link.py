@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from egmctl.consumer.errors import (
@@ -171,10 +170,18 @@ class MasterLink:
             for key, row in zip(keys, reply.result(), strict=True)
         ]
 
-    def put_revoke(self, keys: Sequence[str]) -> None:
-        """Give space back, as far as the Master can be asked; what it does not hear of it discards by itself."""
-        with suppress(EgmError):
-            self._client.batch_put_revoke(self._identity, keys)
+    def put_revoke(self, keys: Sequence[str]) -> set[str]:
+        """Give space back, as far as the Master can be asked; what it does not hear of it discards by itself. Returns
+        the keys for which the Master says that none is held any more."""
+        try:
+            rows = self._client.batch_put_revoke(self._identity, keys)
+        except EgmError:
+            return set()
+        return {
+            key
+            for key, row in zip(keys, rows, strict=True)
+            if not isinstance(row, Failure) or row.code == ObjectNotFound.number
+        }
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         rows = self._client.batch_exist_key(keys)

@@ -146,6 +146,13 @@ class ReadRound:
         self.pins = Pins(engine.bindings, engine.mappings)
         self.outcomes: dict[int, int | EgmError | Again] = {}
 
+    def begin(self) -> None:
+        """`start`; where the Master cannot be asked, that is for a later round to do."""
+        try:
+            self.start()
+        except EgmError as error:
+            self.give_up(error)
+
     def start(self) -> None:
         self._start(self._todo)
         # What lies at endpoints that were bound only now is located once more, this time after binding.
@@ -308,6 +315,15 @@ class ReadRound:
         """Wait for copies under way, then let go of the memory; nothing is believed."""
         settle([piece.completion for piece in self._pieces])
         self.pins.close()
+
+    def give_up(self, error: EgmError) -> None:
+        """`abandon`, to be tried again when the Master only could not be asked; any other error is raised."""
+        self.abandon()
+        if not is_transient(error):
+            raise error
+        self._pieces = []
+        for number in self._todo:
+            self.outcomes[number] = Again(as_store_error(error))
 
     def _fail(self, flights: Sequence[_Flight], error: EgmError) -> None:
         """Where an object has another replica, that is tried next; the reason is kept for when there is none left."""

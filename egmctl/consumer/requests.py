@@ -8,7 +8,7 @@ from typing import Any
 
 from egmctl.consumer.buffers import Buffer, Buffers
 from egmctl.consumer.engine import Part
-from egmctl.consumer.errors import InvalidRequest, ObjectExists
+from egmctl.consumer.errors import InvalidBuffer, InvalidRequest, ObjectExists
 from egmctl.consumer.reader import ReadRequest
 from egmctl.consumer.writer import WriteRequest
 
@@ -132,8 +132,15 @@ def loose(address: int, nbytes: int) -> Part:
 
 
 def part_of_bytes(key: str, data: bytes | bytearray | memoryview) -> tuple[Part, object]:
-    """What a bytes-like object holds, without a copy, and what has to be kept as long as it is used."""
-    view = memoryview(data).cast("B")
+    """What a bytes-like object holds, and what has to be kept as long as it is used. Raises `InvalidBuffer`."""
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError as error:
+        raise InvalidBuffer(
+            f"{type(data).__name__}: {error}",
+            where=f"object {key!r}",
+            hint="give bytes, or a buffer that is one contiguous piece of memory",
+        ) from error
     if view.nbytes == 0:
         raise InvalidRequest("an object has at least one byte", where=f"object {key!r}")
     if view.readonly:

@@ -67,7 +67,7 @@ class EgmStore:
         flow: FlowOptions | None = None,
         timing: Timing | None = None,
         max_mapped_bytes: int = 0,
-        max_mappings: int = 0,
+        max_mappings: int = 1024,
         endpoints: Sequence[str] = (),
         copy_threads: int | None = None,
         copier: Copier | None = None,
@@ -77,7 +77,8 @@ class EgmStore:
 
         ``endpoints`` are pools that a put may be steered to from the start, where the Master also has space that cannot
         be reached; those met on the way are remembered by themselves.
-        ``max_mapped_bytes`` and ``max_mappings`` bound what stays imported while idle (0: everything does).
+        ``max_mapped_bytes`` and ``max_mappings`` bound what stays imported: beyond them idle chunks are unmapped, the
+        one used longest ago first (0: no bound). What is in use may exceed them, while it is.
         ``copy_options`` go to the device copier. ``copier`` takes the place of the CPU's, for tests.
         Raises `MasterUnreachable`, `CudaError`, `UsageError`.
         """
@@ -193,7 +194,8 @@ class EgmStore:
     ) -> Transfer:
         """Reserve and begin to copy, ordered after what ``stream`` holds; published by `Transfer.result`.
 
-        Pageable memory is copied by the CPU, which waits here until the stream gets so far.
+        Pageable memory is copied by the CPU, which waits here until the stream gets so far. A Master that cannot be
+        reached is asked again by `Transfer.result`.
         """
         return Transfer(self.batch_put_from_async([key], [address], [nbytes], config=config, stream=stream))
 
@@ -215,7 +217,7 @@ class EgmStore:
         held = self._locks.acquire(keys, self._engine.timing.put_deadline)
         first = WriteRound(self._engine, requests, config, stream)
         try:
-            first.start()
+            first.begin()
         except BaseException:
             first.abandon()
             self._locks.release(held)
@@ -227,7 +229,8 @@ class EgmStore:
         return self._under_way(first, finish, lambda: self._locks.release(held))
 
     def put(self, key: str, data: bytes | bytearray | memoryview, *, config: ReplicateConfig | None = None) -> int:
-        """Put what a bytes-like object holds. Raises as `put_from`."""
+        """Put what a bytes-like object holds: where it lies, unless it is read-only and not ``bytes``, which is copied
+        first. Raises as `put_from`, and `InvalidBuffer` for what is not one contiguous piece of memory."""
         part, kept = part_of_bytes(key, data)
         try:
             return single(self._write_one(WriteRequest(key, part.nbytes, (part,)), config))
@@ -278,7 +281,11 @@ class EgmStore:
 
     def get_into_async(self, key: str, address: int, capacity: int, *, stream: int | None = None) -> Transfer:
         """Locate and begin to copy, ordered after what ``stream`` holds; the bytes are right once `Transfer.result`
-        says so."""
+        says so.
+
+        Pageable memory is copied by the CPU, which waits here until the stream gets so far. A Master that cannot be
+        reached is asked again by `Transfer.result`, as is a provider that is gone.
+        """
         return Transfer(self.batch_get_into_async([key], [address], [capacity], stream=stream))
 
     @keeps_device
@@ -291,7 +298,7 @@ class EgmStore:
         requests = Reads(self._buffers, keys, singles(addresses, capacities))
         first = ReadRound(self._engine, requests, stream)
         try:
-            first.start()
+            first.begin()
         except BaseException:
             first.abandon()
             raise
@@ -408,6 +415,18 @@ class EgmStore:
         """
         self._open()
         return Session(self._engine, self._buffers, keys)
+
+    @keeps_device
+    def calibrate(self) -> bool:
+        """Measure on each GPU of which nothing is known yet from which block size the copy engine keeps up with the
+        kernel, and keep it in the user's cache folder for later stores. False: nothing was left to measure.
+
+        Takes about a second and 64 MiB of memory of each kind for each GPU. Raises `CudaError`, `KernelError`,
+        `PreflightError`.
+        """
+        self._open()
+        measure = getattr(self._engine.device_copier, "calibrate_unknown", None)
+        return bool(measure()) if measure is not None else False
 
     def audit(self) -> Audit:
         """Count from now on what each copy is asked to do. It costs time; `verify` asks for it."""

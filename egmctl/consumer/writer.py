@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from egmctl.consumer.engine import Engine, Part, Routes, must_ask, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, ObjectNotFound, StaleAllocation, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
-from egmctl.consumer.master_link import Answer, Requested, Reserved
+from egmctl.consumer.master_link import Answer, Requested, Reserved, is_transient
 from egmctl.consumer.pins import Again, Pins, Target
 from egmctl.consumer.reader import is_bound
 from egmctl.errors import EgmError
@@ -79,9 +79,18 @@ class WriteRound:
         self._stream = stream
         self._pieces: list[_Piece] = []
         self._held: dict[str, None] = {}
+        self._revoked: set[str] = set()
+        self._told: dict[str, InterruptedPut] = {}  # by key: what says whether its space was given back
         self._begun = False
         self.pins = Pins(engine.bindings, engine.mappings)
         self.outcomes: dict[int, int | EgmError | Again] = {}
+
+    def begin(self) -> None:
+        """`start`; where the Master cannot be asked, that is for a later round to do."""
+        try:
+            self.start()
+        except EgmError as error:
+            self.give_up(error)
 
     def start(self) -> None:
         self._start(self._todo)
@@ -326,7 +335,7 @@ class WriteRound:
                     f"not published: {row.message}",
                     where=f"object {request.key!r}",
                     hint="the Master gave the space up meanwhile (discarded, unmounted or restarted): put it again",
-                    facts={"revoked": True},
+                    facts={"revoked": True if isinstance(row, ObjectNotFound) else None},
                 )
                 # It knows no such object, so there is nothing that trying again could harm.
                 self.outcomes[index] = Again(refused) if isinstance(row, ObjectNotFound) else refused
@@ -341,28 +350,54 @@ class WriteRound:
         self._revoke(list(self._held))
         self.pins.close()
 
+    def give_up(self, error: EgmError) -> None:
+        """`abandon`, to be tried again when the Master only could not be asked; any other error is raised."""
+        self.abandon()
+        if not is_transient(error):
+            raise error
+        self._pieces = []
+        for number in self._todo:
+            if number not in self.outcomes:
+                try:
+                    key = self._requests[number].key
+                except EgmError as wrong:
+                    self.outcomes[number] = wrong
+                    continue
+                failed = InterruptedPut(error.message, where=error.where or f"object {key!r}", hint=error.hint)
+                failed.__cause__ = error
+                failed.facts["revoked"] = True if key in self._revoked else None
+                self.outcomes[number] = Again(failed)
+
     def _revoke(self, keys: Sequence[str]) -> None:
+        """Give space back. What is said of a put that failed says so where the Master has confirmed it."""
         if not keys:
             return
-        self._engine.master.put_revoke(keys)
+        confirmed = self._engine.master.put_revoke(keys)
+        self._revoked |= confirmed
         for key in keys:
             self._held.pop(key, None)
+            told = self._told.pop(key, None)
+            if told is not None and key in confirmed:
+                told.facts["revoked"] = True
+
+    def _interrupted(self, request: WriteRequest, message: str, hint: str) -> InterruptedPut:
+        error = InterruptedPut(message, where=f"object {request.key!r}", hint=hint, facts={"revoked": None})
+        self._told[request.key] = error
+        return error
 
     def _expired(self, request: WriteRequest) -> InterruptedPut:
-        return InterruptedPut(
+        return self._interrupted(
+            request,
             f"took longer than the {self._engine.timing.put_deadline:g} s within which a put may be published",
-            where=f"object {request.key!r}",
-            hint="put smaller objects, or raise put_deadline, staying below the Master's lease and discard times",
-            facts={"revoked": True},
+            "put smaller objects, or raise put_deadline, staying below the Master's lease and discard times",
         )
 
     def _cut_off(self, request: WriteRequest, error: EgmError | None = None) -> Again:
         return Again(
-            InterruptedPut(
+            self._interrupted(
+                request,
                 "the connection to the Master that granted the space broke" + (f": {error.message}" if error else ""),
-                where=f"object {request.key!r}",
-                hint="see whether the Master runs; put the object again",
-                facts={"revoked": True},
+                "see whether the Master runs; put the object again",
             )
         )
 

@@ -20,8 +20,8 @@ from egmctl.consumer.copy.copier import abandon
 from egmctl.consumer.copy.jobs import BINS, EntryJob, Kernels, Order, Range
 from egmctl.consumer.copy.options import CopyOptions, OrderMode
 from egmctl.consumer.copy.pool import Borrowed, DevicePool
-from egmctl.consumer.errors import InvalidRequest
-from egmctl.memory.driver import Driver
+from egmctl.consumer.errors import InvalidBuffer, InvalidRequest
+from egmctl.memory.driver import Driver, MemoryType
 from egmctl.units import GIB, KIB
 
 __all__ = ["GpuGatherer"]
@@ -120,6 +120,9 @@ class GpuGatherer:
         pool = self._pool(device)
         borrowed = pool.borrow()
         try:
+            self._check(where, "offsets", pool.device)
+            if which is not None:
+                self._check(which, "objects", pool.device)
             chosen = self._stream(borrowed, stream, where, which)
             word = borrowed.error_word()
             table = self._table(borrowed, ranges, chosen) if which is not None else 0
@@ -164,6 +167,23 @@ class GpuGatherer:
                 f"GPU {device} is not one of {sorted(self._pools)}", hint="name the GPU in devices= when connecting"
             )
         return pool
+
+    def _check(self, numbers: Numbers, name: str, device: int) -> None:
+        """That the kernel may read an array that was given by address: it would lose the context over it."""
+        where = numbers.where
+        if not isinstance(where, DeviceArray):
+            return
+        at = f"{name} at {where.address:#x}"
+        info = self._driver.pointer_info(where.address)
+        if info.type is MemoryType.UNREGISTERED:
+            raise InvalidBuffer("are neither GPU memory nor pinned", where=at, hint="give host memory as a NumPy array")
+        if info.type is MemoryType.DEVICE and info.device != device:
+            raise InvalidBuffer(f"lie on GPU {info.device}, and GPU {device} reads them", where=at)
+        end = where.address + where.length * where.width
+        if info.range_start and info.range_size and end > info.range_start + info.range_size:
+            raise InvalidBuffer(
+                f"{where.length} integers of {where.width} bytes reach beyond their allocation", where=at
+            )
 
     def _stream(self, borrowed: Borrowed, stream: int | None, *arrays: Numbers | None) -> int:
         chosen = borrowed.stream() if stream is None else stream

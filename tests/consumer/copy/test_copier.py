@@ -387,3 +387,54 @@ def test_a_gpu_that_was_not_named_and_a_negative_size_are_refused(model: ModelMa
 def test_options_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
         CopyOptions(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("count", "lanes"), [(4, {(False, 1)}), (20, {(False, 1), (False, 2)})])
+def test_pieces_of_a_batch_are_queued_one_behind_the_other(
+    model: ModelMachine, count: int, lanes: set[tuple[bool, int]]
+) -> None:
+    piece = 1 << 20
+    source, destination = model.dram(2 * count * piece), model.hbm(2 * count * piece)
+    data = random.Random(9).randbytes(2 * count * piece)
+    model.write(source, data)
+    copier = model.copier()
+    fragments = [(destination + 2 * n * piece, source + 2 * n * piece, piece) for n in range(count)]
+    made = model.driver.calls.count("stream_create")
+    first, second = (copier.copy(half, device=0) for half in (fragments, fragments))
+    assert model.driver.calls.count("stream_create") - made == len(lanes)
+    assert set(copier._pools[0]._lanes) == lanes
+    second.wait()
+    assert first.done(), "what was queued before it is over before it"
+    for to, _, nbytes in fragments:
+        assert model.read(to, nbytes) == data[to - destination :][:nbytes]
+    copier.close()
+
+
+def test_a_stream_goes_on_after_all_of_a_copy_on_two_streams(model: ModelMachine) -> None:
+    piece = 1 << 20
+    source, destination, third = model.dram(40 * piece), model.hbm(40 * piece), model.dram(40 * piece)
+    model.write(source, b"s" * 40 * piece)
+    copier = model.copier()
+    model.driver.config.copy_delay = 0.01
+    stream = model.driver.stream_create()
+    copier.copy([(destination + 2 * n * piece, source + 2 * n * piece, piece) for n in range(20)], device=0).order(
+        stream
+    )
+    model.driver.memcpy_async(third, destination, 40 * piece, stream)
+    model.driver.stream_synchronize(stream)
+    assert all(model.read(third + 2 * n * piece, piece) == b"s" * piece for n in (0, 1, 18, 19))
+    model.driver.stream_destroy(stream)
+    copier.close()
+
+
+def test_waiting_for_a_device_that_stands_still_ends(model: ModelMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = model.dram(), model.hbm()
+    copier = model.copier()
+    completion = copier.copy([(destination, source, 64)], device=0)
+    with monkeypatch.context() as still:
+        still.setattr(model.driver, "event_query", lambda event: False)
+        began = time.monotonic()
+        assert completion.wait(0.3) is False
+        assert 0.3 <= time.monotonic() - began < 5
+    assert completion.wait(10)
+    copier.close()

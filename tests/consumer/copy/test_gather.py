@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import struct
 from array import array
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from egmctl.consumer.copy import DeviceArray, GpuGatherer, Range, as_numbers, make_gatherer
 from egmctl.consumer.copy.jobs import EntryJob
-from egmctl.consumer.errors import BadOffset, InvalidRequest, StoreClosed
+from egmctl.consumer.errors import BadOffset, InvalidBuffer, InvalidRequest, StoreClosed
 from egmctl.memory.driver import CudaError
 from tests.consumer.copy.conftest import ROOM, Machine, ModelMachine
 from tests.model.config import Fault
@@ -301,7 +302,7 @@ def test_entries_are_ordered_when_it_pays(
 ) -> None:
     kernels = Watched(model)
     gatherer = make_gatherer(model.driver, [0], model.options(), kernels=kernels)
-    offsets = DeviceArray(4096, count, 8)
+    offsets = DeviceArray(model.hbm(8 * count), count, 8)
     gatherer.gather(Range(1 << 30, span), offsets, entry, 1 << 20, device=0).wait()
     gatherer.scatter(Range(1 << 30, span), offsets, entry, 1 << 20, device=0).wait()
     gatherer.gather(Range(1 << 30, span), offsets, entry, 1 << 20, device=0, order="never").wait()
@@ -377,3 +378,27 @@ def test_arrays_are_taken_as_they_come() -> None:
     ):
         numbers = as_numbers(values)
         assert (numbers.length, numbers.where.width) == (5, width)
+
+
+def test_numbers_that_the_gpu_cannot_read_are_refused_before_the_kernel_does(model: ModelMachine) -> None:
+    place = Place(model)
+    gatherer = model.gatherer()
+    model.driver.use_device(1)
+    elsewhere = model.driver.mem_alloc(4096)
+    pageable = ctypes.create_string_buffer(4096)
+    allocation = next(size for start, (size, _) in model.driver._device_allocations.items() if start == place.numbers)
+    wrong = [
+        (DeviceArray(elsewhere, 10), "GPU 1"),
+        (DeviceArray(ctypes.addressof(pageable) + 7 & ~7, 10), "neither GPU memory nor pinned"),
+        (DeviceArray(place.numbers, allocation // 8 + 1), "beyond their allocation"),
+    ]
+    before = len(model.driver.calls)
+    for numbers, what in wrong:
+        with pytest.raises(InvalidBuffer, match=what):
+            gatherer.gather(place.objects[0], numbers, 16, place.hbm, device=0)
+        with pytest.raises(InvalidBuffer, match=what):
+            gatherer.scatter(place.objects, [0] * numbers.length, 16, place.hbm, device=0, objects=numbers)
+    assert "memcpy_async" not in model.driver.calls[before:]
+    model.driver.use_device(1)
+    model.driver.mem_free(elsewhere)
+    gatherer.close()

@@ -56,3 +56,19 @@ def test_a_threshold_that_is_given_wins_over_a_measured_one(model: ModelMachine)
 def test_the_cache_lies_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert CopyOptions().cache_path == tmp_path / "egmctl" / "copy.json"
+
+
+def test_only_what_is_not_known_is_measured(model: ModelMachine) -> None:
+    copier = model.copier()
+    assert copier.calibrate_unknown() == [0]
+    assert copier.calibrate_unknown() == []
+    copier.close()
+    for changes in ({}, {"kernel_below": 5}, {"strategy": "engine"}):
+        other = model.copier(**changes)
+        assert other.calibrate_unknown() == []
+        other.close()
+    model.cache.unlink()
+    fixed = model.copier(kernel_below=5)
+    assert fixed.calibrate_unknown() == []
+    fixed.close()
+    assert not model.cache.exists()
