@@ -58,6 +58,7 @@ class Job:
 class Outcome:
     job: Job
     reached: bool = False
+    moot: bool = False
     killed: bool = False
     problems: dict[str, list[str]] = field(default_factory=dict)
     clean_seconds: float = 0.0
@@ -179,6 +180,7 @@ def carry_out(world: World, job: Job) -> Outcome:
         outcome.clean_seconds = clean_up(run, problems)
         hit = run.hit()
         outcome.reached = hit is not None
+        outcome.moot = any(line["phase"] == "moot" for line in run.events())
         outcome.killed = hit is not None and job.mode.startswith("kill")
         outcome.codes = [done.code for done in run.finished]
         if problems_of_codes:

@@ -18,7 +18,7 @@ def summary(
     seconds: float,
 ) -> dict[str, Any]:
     reached = [one for one in outcomes if one.reached]
-    missed = [one for one in outcomes if not one.reached and one.job.place.site not in RACING]
+    missed = [one for one in outcomes if not one.reached and not one.moot and one.job.place.site not in RACING]
     injected = Counter(one.job.mode for one in reached)
     worst = max(reached, key=lambda one: one.clean_seconds, default=None)
     wrong = [one for one in outcomes if one.problems]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import grp
+import json
 import os
 import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from egmctl.ledger import PoolRecord
+from egmctl.ledger import PoolRecord, start_time
 from egmctl.mooncake.codec import build
 from egmctl.mooncake.master import MasterClient
 from tests.faults.world import LEASE, POOL, TAG, Finished, Run
@@ -207,9 +213,9 @@ def crowded(run: Run) -> None:
                 os.kill(old, signal.SIGKILL)
         become(run, "revoked", lambda r: ping() and _since(run, "provider.probe.revoke", run.marks[-1][0]))
         run.mark("end")
-        run.remove(keys)
-        become(run, "probed", lambda r: _since(run, "provider.probe.remove", run.marks[-1][0]))
     finally:
+        with suppress(Exception):
+            run.remove(keys)
         if away is not None:
             with suppress(Exception):
                 away()
@@ -229,9 +235,6 @@ def orphan(run: Run) -> None:
 
 def stray(run: Run) -> None:
     """As `orphan`, with a process in the place of the child that outlived its agent all the same."""
-    import subprocess
-    import sys
-
     act(run, "provision", str(run.write_spec(spec_of(run))), "--mount")
     with suppress(ProcessLookupError):
         os.kill(agent_pid(run), signal.SIGKILL)
@@ -248,11 +251,6 @@ def stray(run: Run) -> None:
 
 def _rewrite_engine(run: Run, pid: int) -> None:
     """Let the ledger name this process as the child, as it would had the kernel's parent-death signal failed."""
-    import json
-    import sqlite3
-
-    from egmctl.ledger import start_time
-
     db = sqlite3.connect(run.paths.ledger(POOL))
     try:
         detail = {"pid": pid, "started": start_time(pid), "data_port": 1}
@@ -285,8 +283,7 @@ def http(run: Run) -> None:
 
 def moved(run: Run) -> None:
     """The data port of a dead child is somebody else's: all chunks move to a new endpoint."""
-    import socket
-
+    run.environment["EGMCTL_FAULT_PATIENCE"] = "0.5"
     act(run, "provision", str(run.write_spec(spec_of(run))), "--mount")
     record = run.record()
     old = _engine_pid(run)
@@ -303,8 +300,6 @@ def moved(run: Run) -> None:
                     thief.listen()
                     break
                 except OSError:
-                    import time
-
                     time.sleep(0.002)
         run.mark("begin")
         become(

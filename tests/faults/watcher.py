@@ -109,7 +109,10 @@ class Watcher:
         mode = self._mode(site, nth, ("lost", "kill-after"))
         outcome = "" if error is None else type(error).__name__
         self.write("after", site, detail, nth=nth, error=outcome)
-        if mode is None or (mode == "lost" and error is not None):
+        if mode is None:
+            return
+        if mode == "lost" and error is not None:
+            self.write("moot", site, detail)  # it has failed by itself
             return
         self._fired = True
         self.write("hit", site, detail, mode=mode, nth=nth)
@@ -227,14 +230,18 @@ def _hurry() -> None:
     """Time limits and intervals of a quick world: what they bound is the same, the waiting shorter."""
     import functools
 
+    from egmctl.checks import machine
     from egmctl.memory import probe
     from egmctl.mooncake import admin, metadata, transfer_engine, wheel
     from egmctl.provider import launch, pool
 
-    pool.Timing = functools.partial(pool.Timing, rpc_timeout=1.0, restart_patience=3.0)  # type: ignore[misc]
+    patience = float(os.environ.get("EGMCTL_FAULT_PATIENCE", "4"))
+    timing = functools.partial(pool.Timing, ping_interval=0.5, rpc_timeout=0.7, restart_patience=patience)
+    pool.Timing = timing  # type: ignore[misc, assignment]
     launch.START_SECONDS = 5.0
+    machine.Machine.probe_seconds = 4.0
     for function, seconds in (
-        (transfer_engine.TransferEngineChild.start, 6.0),
+        (transfer_engine.TransferEngineChild.start, 5.0),
         (wheel.require_transfer_engine, 4.0),
         (probe.probe, 4.0),
         (metadata.MetadataClient.__init__, 1.5),

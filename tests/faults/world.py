@@ -30,7 +30,7 @@ __all__ = ["POOL", "TAG", "Finished", "Run", "World"]
 POOL = "dev"
 REPOSITORY = Path(__file__).resolve().parents[2]
 TAG = "EGMCTL_FAULT_RUN"
-LEASE = 1.0
+LEASE = 0.4
 HUNG_SECONDS = 25.0
 
 
@@ -44,11 +44,11 @@ class World:
     @property
     def expiry(self) -> float:
         """What a spec's ``client_expiry`` has to be for these Masters."""
-        return 4.5 if self.version == "0.3.14" else 3.5
+        return 3.5 if self.version == "0.3.14" else 2.5
 
     def master(self, which: str = "first") -> Master:
         if which not in self._masters:
-            master = Master(self.version, lease_ttl=LEASE, client_ttl=3, suspicion_ttl=1, http_metadata=True)
+            master = Master(self.version, lease_ttl=LEASE, client_ttl=2, suspicion_ttl=1, http_metadata=True)
             self._masters[which] = master.__enter__()
         master = self._masters[which]
         if not master.alive:
