@@ -401,3 +401,29 @@ def test_a_remote_handle_changed_during_a_copy_is_noticed(master: Master, gpu: G
         assert not store._engine.bindings.confirm(binding, [chunk])
         with pytest.raises(StaleAllocation):
             store.get_into("k", buffer, MIB)
+
+
+def test_a_store_measures_a_gpu_once_and_the_next_one_knows(master: Master, gpu: Gpu) -> None:
+    with open_store(master, gpu) as store:
+        assert store.calibrate()
+        assert not store.calibrate()
+    assert gpu.cache.exists()
+    with open_store(master, gpu) as store:
+        assert not store.calibrate()
+    with EgmStore.connect(master.address) as store:
+        assert not store.calibrate()
+
+
+@pytest.mark.parametrize("kind", ["cuda-posix"])
+def test_verify_and_bench_connect_to_a_pool_with_its_gpus_measured(
+    master: Master, gpu: Gpu, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from types import SimpleNamespace
+
+    from egmctl.bench.target import Target
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    mooncake = SimpleNamespace(metadata_server="P2PHANDSHAKE", tenant_id="default")
+    target = Target(SimpleNamespace(master=master.address), SimpleNamespace(mooncake=mooncake))  # type: ignore[arg-type]
+    with target.connect((0,)):
+        assert (tmp_path / "mine" / "egmctl" / "copy.json").exists()

@@ -230,11 +230,14 @@ class GpuCopier:
             self._kernels.prepare(device)
 
     def calibrate_unknown(self) -> list[int]:
-        """`calibrate` each device whose thresholds are neither given nor kept from before; which those were."""
-        unknown = [device for device, thresholds in self._thresholds.items() if not thresholds.known]
-        for device in unknown if self._options.strategy == "auto" else ():
-            self.calibrate(device)
-        return unknown if self._options.strategy == "auto" else []
+        """`calibrate` each device whose thresholds are neither given nor kept from before, one of a kind; which those
+        were."""
+        measured = []
+        for device, thresholds in self._thresholds.items():
+            if self._options.strategy == "auto" and not thresholds.known and not thresholds.look_again():
+                self.calibrate(device)
+                measured.append(device)
+        return measured
 
     def calibrate(self, device: int | None = None) -> Calibration:
         """Measure from which fragment size the engine keeps up with the kernel (95%), each way, and remember it.
