@@ -18,7 +18,18 @@ from egmctl.consumer.master_link import MasterLink
 from egmctl.consumer.pins import Near, Pins, Target
 from egmctl.memory.driver import Driver
 
-__all__ = ["Backoff", "Engine", "Gatherer", "Oversize", "Part", "Routes", "Timing", "must_ask", "split_batch"]
+__all__ = [
+    "Backoff",
+    "Engine",
+    "Gatherer",
+    "Oversize",
+    "Part",
+    "Routes",
+    "Timing",
+    "must_ask",
+    "running_dry",
+    "split_batch",
+]
 
 
 @dataclass(frozen=True)
@@ -277,24 +288,20 @@ def split_batch(count: int) -> list[slice]:
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
-class Awaited(Protocol):
-    """A question to the Master, under way."""
+def must_ask(at: int, sent: int, count: int, ahead: int, spare: Callable[[], bool]) -> bool:
+    """Whether another piece of a batch of ``count`` is to be asked for before piece ``at`` is copied.
 
-    def done(self) -> bool: ...
-
-
-def must_ask(at: int, sent: int, count: int, answer: Awaited | None, ahead: int) -> bool:
-    """Whether another piece of a batch of ``count`` is to be asked for before piece ``at`` is copied; ``ahead`` pieces
-    beyond it are under way once two are copied.
-
-    Those two are copied as soon as they can be. Meanwhile more is asked for only as long as ``answer``, the one to
-    piece ``at``, has to be waited for (None: it never is for long).
+    The one behind it always is under way; up to ``ahead`` are, as far as there is ``spare`` time: while nothing can be
+    copied yet, or enough copies are queued.
     """
     if sent >= min(count, at + 1 + ahead):
         return False
-    if at >= 2 or sent <= max(at, 1):
-        return True
-    return answer is not None and not answer.done()
+    return sent < at + 2 or spare()
+
+
+def running_dry(pieces: Sequence[Any]) -> bool:
+    """Whether the last of ``pieces``, each with its ``completion``, is the only one that may still be copied."""
+    return len(pieces) < 2 or pieces[-2].completion.done()
 
 
 def check_batch(keys: Sequence[str], *others: Sequence[object]) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from egmctl.consumer.choose import Failures, choose
-from egmctl.consumer.engine import Engine, Part, Routes, must_ask, settle, split_batch
+from egmctl.consumer.engine import Engine, Part, Routes, must_ask, running_dry, settle, split_batch
 from egmctl.consumer.errors import (
     GetFailed,
     InvalidBuffer,
@@ -167,7 +167,7 @@ class ReadRound:
         asked: deque[tuple[Sequence[int], Asked]] = deque()
         sent = 0
         for at in range(len(pieces)):
-            while must_ask(at, sent, len(pieces), None, _AHEAD):
+            while must_ask(at, sent, len(pieces), _AHEAD, lambda: not running_dry(self._pieces)):
                 piece = pieces[sent]
                 asked.append((piece, self._engine.master.locate(self._requests.keys(piece))))
                 sent += 1

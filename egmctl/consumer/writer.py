@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from egmctl.consumer.engine import Engine, Part, Routes, must_ask, settle, split_batch
+from egmctl.consumer.engine import Engine, Part, Routes, must_ask, running_dry, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, ObjectNotFound, StaleAllocation, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Answer, Requested, Reserved, is_transient
@@ -106,12 +106,16 @@ class WriteRound:
         asked: deque[tuple[list[tuple[int, WriteRequest]], Requested | None, float]] = deque()
         sent = 0
         for at in range(len(pieces)):
-            while must_ask(at, sent, len(pieces), asked[0][1] if asked else None, _AHEAD):
+            while must_ask(at, sent, len(pieces), _AHEAD, lambda: self._has_time(asked[0][1])):
                 asked.append(self._ask(pieces[sent]))
                 sent += 1
             requests, answer, deadline = asked.popleft()
             if answer is not None:
                 self._launch(requests, answer(), deadline)
+
+    def _has_time(self, answer: Requested | None) -> bool:
+        """To ask for more before what ``answer`` grants is copied."""
+        return answer is not None and (not answer.done() or not running_dry(self._pieces))
 
     def _ask(self, todo: Sequence[int]) -> tuple[list[tuple[int, WriteRequest]], Requested | None, float]:
         requests: list[tuple[int, WriteRequest]] = []
