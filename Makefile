@@ -52,9 +52,9 @@ types: $(READY)
 unit: $(READY) $(MASTER)
 	$(BIN)/pytest -n $(WORKERS) || $(BIN)/pytest --last-failed --last-failed-no-failures none
 
-## make faults   only the tests that make every step fail in turn
+## make faults   every step of a pool's life failing, hanging and killed; the table is kept in .cache/faults.json
 faults: $(READY) $(MASTER)
-	$(BIN)/pytest -n $(WORKERS) tests/provider/test_faults.py
+	nice -n 5 $(BIN)/python -m tests.faults --jobs $(WORKERS) --walk 10000 --real-walk 500 --out .cache/faults.json
 
 ## make man      write the manual pages again from the commands
 man: $(READY)
