@@ -261,7 +261,7 @@ def settle(completions: Sequence[Completion]) -> None:
         pass
 
 
-_RAMP = (8, 12, 20, 32)
+_RAMP = (12, 16, 24, 40)
 """Each piece's answer is taken apart and its copies are queued within the time in which the piece before is copied, for
 objects of 1 MiB at 55 GB/s."""
 
