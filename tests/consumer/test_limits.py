@@ -190,7 +190,7 @@ def test_a_batch_is_cut_into_pieces_that_begin_and_end_short(count: int) -> None
     assert [at for piece in pieces for at in range(piece.start, piece.stop)] == list(range(count))
     sizes = [piece.stop - piece.start for piece in pieces]
     assert len(sizes) <= 270
-    assert max(sizes[0], sizes[-1]) <= 16 or count <= 32
+    assert max(sizes[0], sizes[-1]) <= 20
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
