@@ -91,7 +91,8 @@ class GpuCopier:
             if stream is not None:
                 after = borrowed.event()
                 driver.event_record(after, stream)
-            used = self._by_engine(borrowed, large, after) if large else []
+            joined = large is flat and isinstance(fragments, (list, tuple)) and 3 * len(fragments) > len(flat)
+            used = self._by_engine(borrowed, large, after, joined) if large else []
             if small:
                 used.append(self._by_kernel(borrowed, small, largest if small is flat else None, after))
             events = []
@@ -158,10 +159,11 @@ class GpuCopier:
             self._on_device[page] = known
         return not known
 
-    def _by_engine(self, borrowed: Borrowed, flat: Flat, after: int | None) -> list[int]:
+    def _by_engine(self, borrowed: Borrowed, flat: Flat, after: int | None, joined: bool) -> list[int]:
+        """``joined``: these were more, and neighbours."""
         count = len(flat) // 3
         smallest = min(flat[2::3]) if count <= _FEW_LARGE else 0
-        if after is None and smallest >= _BULK:
+        if after is None and smallest >= _BULK and not joined:
             # One after the other they fill the link, and the first is over first. Beside each other they share it, and
             # both ways at once are slower by some per cent. A copy that waits for a stream would hold the others up.
             stream = borrowed.lane(self._is_put(flat[0]), 0)
@@ -169,7 +171,7 @@ class GpuCopier:
                 self._driver.memcpy_async(flat[at], flat[at + 1], flat[at + 2], stream)
             return [stream]
         one_by_one = count < _BATCH_FROM or sum(flat[2::3]) >= _BULK * count
-        if after is None and count > 1 and smallest >= MIB:
+        if after is None and (count > 1 or joined) and smallest >= MIB:
             # A short list of middling ones is a piece of a batch with others before and behind it. On streams of their
             # own they would share the link and all end at the end, with everything still to be confirmed; so they keep
             # their order, over two streams (one leaves gaps between copies of 1 MiB) as soon as a second one pays.

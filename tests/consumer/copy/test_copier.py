@@ -410,6 +410,19 @@ def test_pieces_of_a_batch_are_queued_one_behind_the_other(
     copier.close()
 
 
+def test_neighbours_of_a_batch_stay_in_its_order_however_large_they_become(model: ModelMachine) -> None:
+    piece = 1 << 20
+    source, destination = model.dram(40 * piece), model.hbm(40 * piece)
+    copier = model.copier()
+    for first, count in ((0, 2), (2, 20), (22, 8)):
+        fragments = [(destination + n * piece, source + n * piece, piece) for n in range(first, first + count)]
+        copier.copy(fragments, device=0).wait()
+    assert set(copier._pools[0]._lanes) == {(False, 1)}
+    copier.copy([(destination, source, 20 * piece)], device=0).wait()
+    assert set(copier._pools[0]._lanes) == {(False, 1), (False, 0)}
+    copier.close()
+
+
 def test_a_stream_goes_on_after_all_of_a_copy_on_two_streams(model: ModelMachine) -> None:
     piece = 1 << 20
     source, destination, third = model.dram(40 * piece), model.hbm(40 * piece), model.dram(40 * piece)
