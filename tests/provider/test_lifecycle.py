@@ -666,11 +666,12 @@ def test_whoever_kills_the_starter_of_a_provision_gets_it_undone(quick_master: M
     )
     plan = small_plan(quick_master, chunks=12)
     command = [sys.executable, "-c", program, json.dumps(plan.to_json()), str(paths.state), str(paths.runtime)]
+    before = set(children_of(os.getpid()))
     assert subprocess.run(command, timeout=60).returncode == -9
     until(lambda: not agents(paths))
     assert status(paths)["state"] == "gone"
     assert nothing_left(paths) == []
-    assert children_of(os.getpid()) == [quick_master.pid]
+    assert set(children_of(os.getpid())) <= before
 
 
 def test_one_unreadable_ledger_does_not_hide_the_other_pools(quick_master: Master, paths: Paths) -> None:

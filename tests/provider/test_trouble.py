@@ -511,12 +511,13 @@ def test_a_descriptor_that_cannot_be_removed_keeps_the_memory_and_what_was_done_
 
 
 def test_after_the_agent_has_ended_its_threads_and_child_are_gone(quick_master: Master, paths: Paths) -> None:
+    own = psutil.Process()
     before = {thread.name for thread in threading.enumerate()}
+    children = {child.pid for child in own.children()}
     with mounted(quick_master, paths) as agent:
         teardown_now(agent)
     until(lambda: {thread.name for thread in threading.enumerate()} <= before)
-    own = psutil.Process()
-    assert [child.pid for child in own.children()] == [quick_master.pid]
+    assert {child.pid for child in own.children()} <= children
 
 
 def test_a_task_that_is_shielded_is_not_stopped() -> None:
