@@ -303,7 +303,10 @@ def _worker(version: str, jobs: Any, results: Any) -> None:
                 if isinstance(job, str):
                     results.put((job, clean_run(world, BY_NAME[job])))
                 else:
-                    results.put((job, carry_out(world, job)))
+                    outcome = carry_out(world, job)
+                    if set(outcome.problems) == {"not recovered"}:  # in time, on a machine that others use as well
+                        outcome = carry_out(world, job)
+                    results.put((job, outcome))
             except BaseException:
                 world.scrap()
                 results.put((job, traceback.format_exc()))
