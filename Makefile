@@ -53,8 +53,9 @@ unit: $(READY) $(MASTER)
 	$(BIN)/pytest -n $(WORKERS) || $(BIN)/pytest --last-failed --last-failed-no-failures none
 
 ## make faults   every step of a pool's life failing, hanging and killed; the table is kept in .cache/faults.json
+# Most of a run is waiting, so that twice as many go on as there are workers.
 faults: $(READY) $(MASTER)
-	nice -n 5 $(BIN)/python -m tests.faults --jobs $(WORKERS) --walk 10000 --real-walk 500 --out .cache/faults.json
+	nice -n 5 $(BIN)/python -m tests.faults --jobs $$((2 * $(WORKERS))) --walk 10000 --real-walk 500 --out .cache/faults.json
 
 ## make man      write the manual pages again from the commands
 man: $(READY)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -91,10 +93,11 @@ def _walk(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     from tests.faults.walk import walk_with_fakes, walk_with_real_masters
 
     walks = {}
-    if options.walk:
-        walks["small Masters"] = walk_with_fakes(options.walk).document()
-    if options.real_walk:
-        walks["real Masters"] = walk_with_real_masters(options.real_walk, version=options.version).document()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):  # agents of this process speak there
+        if options.walk:
+            walks["small Masters"] = walk_with_fakes(options.walk).document()
+        if options.real_walk:
+            walks["real Masters"] = walk_with_real_masters(options.real_walk, version=options.version).document()
     return walks
 
 
