@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain, repeat
 from typing import Any, NamedTuple, Protocol
 
@@ -261,31 +262,33 @@ def settle(completions: Sequence[Completion]) -> None:
         pass
 
 
-_RAMP = (12, 16, 24, 40)
+_RAMP = (12, 20, 36)
 """Each piece's answer is taken apart and its copies are queued within the time in which the piece before is copied, for
 objects of 1 MiB at 55 GB/s."""
+_MOST = 64
+_SHORTEST = 16
 
 
-def split_batch(count: int) -> list[slice]:
+@lru_cache(maxsize=64)
+def split_batch(count: int) -> tuple[slice, ...]:
     """Pieces of a batch: short ones first, so that copying begins soon, and short ones last, so that little is left to
     be asked when the last copy ends. At most some 250, all of which are on their way to the Master at once."""
-    most = max(48, count // 250)
+    most = max(_MOST, count // 250)
     sizes: list[int] = []
     left = count
     for size in chain(_RAMP, repeat(most)):
-        if left <= size + 24:
+        if left <= size + _SHORTEST:
             break
         sizes.append(size)
         left -= size
-    shortest = 16 if count <= 64 else 8
-    while left > shortest:
+    while left > _SHORTEST:
         sizes.append((left + 1) // 2)
         left //= 2
     sizes.append(left)
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)
-    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    return tuple([slice(start, start + size) for start, size in zip(starts, sizes, strict=False)])
 
 
 def must_ask(at: int, sent: int, count: int, ahead: int, spare: Callable[[], bool]) -> bool:

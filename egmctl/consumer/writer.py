@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from egmctl.consumer.engine import Engine, Part, Routes, must_ask, running_dry, settle, split_batch
-from egmctl.consumer.errors import InterruptedPut, NoSpace, ObjectNotFound, StaleAllocation, Unreachable
+from egmctl.consumer.engine import Engine, Routes, must_ask, running_dry, settle, split_batch
+from egmctl.consumer.errors import InterruptedPut, NoSpace, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
-from egmctl.consumer.master_link import Answer, Requested, Reserved, is_transient
+from egmctl.consumer.master_link import Requested, Reserved, is_transient
 from egmctl.consumer.pins import Again, Pins, Target
+from egmctl.consumer.publishing import Flight, Publishing, WriteRequest
 from egmctl.consumer.reader import is_bound
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
@@ -24,16 +25,7 @@ from egmctl.mooncake.master import ReplicateConfig
 __all__ = ["WriteRequest", "WriteRequests", "WriteRound"]
 
 
-class WriteRequest(NamedTuple):
-    """One object to be written: from ``parts``, or by ``custom`` (targets of all replicas, stream) where given."""
-
-    key: str
-    nbytes: int
-    parts: Sequence[Part] = ()
-    custom: Callable[[Sequence[Target], int | None], Completion] | None = None
-
-
-_AHEAD = 3  # pieces asked for beyond the next to be copied: the Master takes longer to reserve than to locate
+_AHEAD = 2  # pieces asked for beyond the next to be copied
 
 
 class _LostSpace(Exception):
@@ -42,13 +34,11 @@ class _LostSpace(Exception):
 
 @dataclass
 class _Piece:
-    flights: list[tuple[int, WriteRequest, Reserved]]
+    """What was granted together and is copied together."""
+
+    flights: list[Flight]
     completion: Completion
     deadline: float
-    good: list[tuple[int, WriteRequest, Reserved]] = field(default_factory=list)
-    answer: Answer[bool] | None = None
-    ended: bool = False
-    recorded: bool = False
 
 
 class WriteRequests(Protocol):
@@ -78,12 +68,12 @@ class WriteRound:
         self._config = config
         self._stream = stream
         self._pieces: list[_Piece] = []
-        self._held: dict[str, None] = {}
-        self._revoked: set[str] = set()
-        self._told: dict[str, InterruptedPut] = {}  # by key: what says whether its space was given back
+        self._over = 0  # pieces whose copies are known to be over
+        self._ended = 0  # of these, pieces that were published as far as they may be
         self._begun = False
         self.pins = Pins(engine.bindings, engine.mappings)
         self.outcomes: dict[int, int | EgmError | Again] = {}
+        self._space = Publishing(engine, self.outcomes)
 
     def begin(self) -> None:
         """`start`; where the Master cannot be asked, that is for a later round to do."""
@@ -133,7 +123,7 @@ class WriteRound:
         if not requests:
             return requests, None, deadline
         keys, sizes = [each.key for _, each in requests], [each.nbytes for _, each in requests]
-        self._held.update(dict.fromkeys(keys))  # from here on until it is known that the Master holds nothing
+        self._space.hold(keys)
         return requests, self._engine.master.put_start(keys, sizes, self._config), deadline
 
     def _launch(
@@ -142,18 +132,18 @@ class WriteRound:
         answers: Sequence[Reserved | EgmError],
         deadline: float,
     ) -> None:
-        flights: list[tuple[int, WriteRequest, Reserved]] = []
+        flights: list[Flight] = []
         refused: list[str] = []
         routes = self._engine.routes()
         custom: list[tuple[WriteRequest, list[Target]]] = []
         for (index, request), reserved in zip(requests, answers, strict=True):
             if isinstance(reserved, EgmError):
-                self._held.pop(request.key, None)  # the Master said no: there is nothing to give back
+                self._space.refused(request.key)
                 self.outcomes[index] = self._no_space(request, reserved) if isinstance(reserved, NoSpace) else reserved
                 continue
             try:
                 if self._launch_simple(request, reserved, routes):
-                    flights.append((index, request, reserved))
+                    flights.append(Flight(index, request, reserved))
                     continue
                 targets = self._targets(reserved)
                 if request.custom is not None:
@@ -164,11 +154,11 @@ class WriteRound:
                 self.outcomes[index] = error
                 refused.append(request.key)
                 continue
-            flights.append((index, request, reserved))
+            flights.append(Flight(index, request, reserved))
         if flights:
             self._copy(flights, routes, custom, deadline)
         if refused:
-            self._revoke(refused)
+            self._space.revoke(refused)
 
     def _no_space(self, request: WriteRequest, error: NoSpace) -> EgmError | Again:
         """No space now, or none ever: the second is not asked for again, since the Master evicts others each time."""
@@ -209,7 +199,7 @@ class WriteRound:
 
     def _copy(
         self,
-        flights: list[tuple[int, WriteRequest, Reserved]],
+        flights: list[Flight],
         routes: object,
         custom: Sequence[tuple[WriteRequest, list[Target]]],
         deadline: float,
@@ -232,15 +222,15 @@ class WriteRound:
             settle(started)
             late = time.monotonic() > deadline
             for index, request, _ in flights:
-                self.outcomes[index] = self._expired(request) if late else self._cut_off(request)
+                self.outcomes[index] = self._space.expired(request) if late else self._space.cut_off(request)
             if late:
-                self._revoke([request.key for _, request, _ in flights])
+                self._space.revoke([request.key for _, request, _ in flights])
             return
         except EgmError as error:
             settle(started)
             for index, _, _ in flights:
                 self.outcomes[index] = error
-            self._revoke([request.key for _, request, _ in flights])
+            self._space.revoke([request.key for _, request, _ in flights])
             return
         except BaseException:
             settle(started)
@@ -253,105 +243,44 @@ class WriteRound:
 
     def wait(self, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
-        before: _Piece | None = None
-        for piece in self._pieces:
+        last = len(self._pieces) - 1
+        for at in range(self._over, len(self._pieces)):
+            piece = self._pieces[at]
             try:
                 if not piece.completion.wait(None if until is None else max(0.0, until - time.monotonic())):
                     return False
             except EgmError as error:
-                for index, _, _ in piece.flights:
-                    self.outcomes[index] = error
+                for number, _, _ in piece.flights:
+                    self.outcomes[number] = error
                 piece.flights = []
+            self._over = at + 1
+            if at < last and self._pieces[at + 1].completion.done():
+                continue  # published together with that one
             if self.pins.watched:  # nobody has to be asked: publish while the pieces behind it are being copied
-                self._end(piece, self.pins.confirm())
-            if before is not None:
-                self._record(before)
-            before = piece
+                self._end(self.pins.confirm())
+            if at < last:
+                self._space.record(but=1)
         return True
 
     def settle(self) -> None:
         """Publish what may be published, give the rest back. Call once `wait` has returned True."""
         try:
-            bad = self.pins.confirm()
-            for piece in self._pieces:
-                self._end(piece, bad)
-            for piece in self._pieces:
-                self._record(piece)
-            self._revoke(list(self._held))
+            self._end(self.pins.confirm())
+            self._space.record()
+            self._space.give_back()
         finally:
             self.pins.close()
 
-    def _end(self, piece: _Piece, bad: set[str]) -> None:
-        if piece.ended:
-            return
-        piece.ended = True
-        piece.good = self._publishable(piece, bad)
-        if piece.good:
-            try:
-                piece.answer = self._engine.master.put_end([request.key for _, request, _ in piece.good])
-            except EgmError as error:  # not handed over: it has no effect
-                for index, request, _ in piece.good:
-                    self.outcomes[index] = self._cut_off(request, error)
-
-    def _publishable(self, piece: _Piece, bad: set[str]) -> list[tuple[int, WriteRequest, Reserved]]:
-        master = self._engine.master
-        connected, late = master.connected(), time.monotonic() > piece.deadline
-        if connected and not late and not bad and piece.flights and master.epoch == piece.flights[0][2].epoch:
-            return piece.flights  # they were granted together
-        good = []
-        for flight in piece.flights:
-            index, request, reserved = flight
-            gone = None if not bad else next((each.endpoint for each in reserved.places if each.endpoint in bad), None)
-            if gone is not None:
-                self.outcomes[index] = Again(StaleAllocation("the provider ended during the put", where=gone))
-            elif late:
-                self.outcomes[index] = self._expired(request)
-            elif not connected or master.epoch != reserved.epoch:
-                self.outcomes[index] = self._cut_off(request)
-            else:
-                good.append(flight)
-        return good
-
-    def _record(self, piece: _Piece) -> None:
-        if piece.answer is None or piece.recorded:
-            return
-        piece.recorded = True
-        good = piece.good
-        try:
-            rows = piece.answer()
-        except EgmError as error:
-            for index, request, _ in good:
-                self._held.pop(request.key, None)  # it may be published: not ours to take back
-                self.outcomes[index] = _unknown(request, error)
-            return
-        if rows.count(True) == len(good):  # nearly always
-            self.outcomes.update([(index, request.nbytes) for index, request, _ in good])
-            for _, request, _ in good:
-                del self._held[request.key]
-            piece.flights, piece.good = [], []
-            return
-        for (index, request, _), row in zip(good, rows, strict=True):
-            self._held.pop(request.key, None)
-            if not isinstance(row, EgmError):
-                self.outcomes[index] = request.nbytes
-            else:
-                refused = InterruptedPut(
-                    f"not published: {row.message}",
-                    where=f"object {request.key!r}",
-                    hint="the Master gave the space up meanwhile (discarded, unmounted or restarted): put it again",
-                    facts={"revoked": True if isinstance(row, ObjectNotFound) else None},
-                )
-                # It knows no such object, so there is nothing that trying again could harm.
-                self.outcomes[index] = Again(refused) if isinstance(row, ObjectNotFound) else refused
+    def _end(self, bad: set[str]) -> None:
+        over, self._ended = self._pieces[self._ended : self._over], self._over
+        self._space.end([(piece.flights, piece.deadline) for piece in over], bad)
+        for piece in over:
+            piece.flights = []
 
     def abandon(self) -> None:
         """Wait for copies under way, then give the space back and let go of the memory. Twice is once."""
         settle([piece.completion for piece in self._pieces])
-        for piece in self._pieces:
-            if piece.answer is not None:  # on its way to being published: not to be taken back
-                for _, request, _ in piece.good:
-                    self._held.pop(request.key, None)
-        self._revoke(list(self._held))
+        self._space.give_back()
         self.pins.close()
 
     def give_up(self, error: EgmError) -> None:
@@ -369,49 +298,5 @@ class WriteRound:
                     continue
                 failed = InterruptedPut(error.message, where=error.where or f"object {key!r}", hint=error.hint)
                 failed.__cause__ = error
-                failed.facts["revoked"] = True if key in self._revoked else None
+                failed.facts["revoked"] = True if self._space.was_revoked(key) else None
                 self.outcomes[number] = Again(failed)
-
-    def _revoke(self, keys: Sequence[str]) -> None:
-        """Give space back. What is said of a put that failed says so where the Master has confirmed it."""
-        if not keys:
-            return
-        confirmed = self._engine.master.put_revoke(keys)
-        self._revoked |= confirmed
-        for key in keys:
-            self._held.pop(key, None)
-            told = self._told.pop(key, None)
-            if told is not None and key in confirmed:
-                told.facts["revoked"] = True
-
-    def _interrupted(self, request: WriteRequest, message: str, hint: str) -> InterruptedPut:
-        error = InterruptedPut(message, where=f"object {request.key!r}", hint=hint, facts={"revoked": None})
-        self._told[request.key] = error
-        return error
-
-    def _expired(self, request: WriteRequest) -> InterruptedPut:
-        return self._interrupted(
-            request,
-            f"took longer than the {self._engine.timing.put_deadline:g} s within which a put may be published",
-            "put smaller objects, or raise put_deadline, staying below the Master's lease and discard times",
-        )
-
-    def _cut_off(self, request: WriteRequest, error: EgmError | None = None) -> Again:
-        return Again(
-            self._interrupted(
-                request,
-                "the connection to the Master that granted the space broke" + (f": {error.message}" if error else ""),
-                "see whether the Master runs; put the object again",
-            )
-        )
-
-
-def _unknown(request: WriteRequest, error: EgmError) -> InterruptedPut:
-    interrupted = InterruptedPut(
-        f"whether it was published is not known: {error.message}",
-        where=f"object {request.key!r}",
-        hint="ask exists(); put it again if it is not there",
-        facts={"revoked": None},
-    )
-    interrupted.__cause__ = error
-    return interrupted

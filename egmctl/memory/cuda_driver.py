@@ -11,6 +11,7 @@ import functools
 import os
 import threading
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ class CudaDriver:
         self._success = driver.CUresult.CUDA_SUCCESS
         self._lock = threading.Lock()
         self._contexts: dict[int, Any] = {}
-        self._batch_attributes: Any = None
+        self._batch: Callable[..., int] | None = None
         try:
             (result,) = driver.cuInit(0)
         except RuntimeError as error:  # cuda.pathfinder's DynamicLibNotFoundError is one
@@ -331,24 +332,36 @@ class CudaDriver:
             raise CudaError("cuMemcpyBatchAsync", "CUDA_ERROR_INVALID_VALUE", _INVALID_VALUE)
         if count == 0:
             return
-        if self._batch_attributes is None:
-            attributes = self._cuda.CUmemcpyAttributes()
-            order = self._cuda.CUmemcpySrcAccessOrder
-            attributes.srcAccessOrder = order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-            self._batch_attributes = attributes
-        pointer = self._cuda.CUdeviceptr
-        # CUDA 12's form also returns the index of the failed copy; the arguments are the same.
-        self._call(
-            "cuMemcpyBatchAsync",
-            [pointer(address) for address in destinations],
-            [pointer(address) for address in sources],
-            list(sizes),
-            count,
-            [self._batch_attributes],
-            [0],
-            1,
-            stream,
-        )
+        if self._batch is None:
+            self._batch = self._find_batch()
+        columns = [each if isinstance(each, array) else array("Q", each) for each in (destinations, sources, sizes)]
+        result = self._batch(*(column.buffer_info()[0] for column in columns), count, stream)
+        if result:
+            self._check("cuMemcpyBatchAsync", self._cuda.CUresult(result))
+
+    def _find_batch(self) -> Callable[..., int]:
+        """From the library itself: the bindings make an object of each address, which takes as long as the copies."""
+        library = _library()
+        # CUDA 12's form also tells the index of the copy that failed.
+        function = getattr(library, "cuMemcpyBatchAsync_v2", None)
+        tells = function is None
+        if function is None:
+            function = getattr(library, "cuMemcpyBatchAsync", None)
+        if function is None:
+            raise CudaError("cuMemcpyBatchAsync", "FUNCTION_NOT_FOUND", -2, hint="update the NVIDIA driver")
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        function.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, *[pointer] * (1 + tells)]
+        attributes = self._cuda.CUmemcpyAttributes()
+        attributes.srcAccessOrder = self._cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        attribute, first, failed = int(attributes.getPtr()), (size * 1)(0), size()
+        told = (ctypes.byref(failed),) if tells else ()
+
+        def batch(destinations: int, sources: int, sizes: int, count: int, stream: int) -> int:
+            result: int = function(destinations, sources, sizes, count, attribute, first, 1, *told, stream)
+            return result
+
+        batch.__dict__["keeps"] = attributes
+        return batch
 
     def memset(self, address: int, value: int, nbytes: int) -> None:
         """Done when it returns."""

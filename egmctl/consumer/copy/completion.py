@@ -16,8 +16,8 @@ __all__ = ["Finished", "Submitted"]
 
 _HOT = 100e-6  # seconds for which the event is looked at again and again: a nap alone would take as long
 _PROMPT_HOT = 1e-3  # the same for a copy that is soon over
+_NAP = 0.01  # of what has been waited: the end is seen that much late, at most
 _LONGEST_NAP = 1e-3
-_PROMPT_NAP = 1e-4
 
 
 class Finished:
@@ -93,13 +93,13 @@ class Submitted:
     def _look_until(self, timeout: float) -> bool:
         """The driver has no wait that ends: the events are looked at, with naps that are short against what has been
         waited, so that a copy's end is not slept over."""
-        hot, share, longest = (_PROMPT_HOT, 100, _PROMPT_NAP) if self._prompt else (_HOT, 8, _LONGEST_NAP)
+        hot = _PROMPT_HOT if self._prompt else _HOT
         began = time.monotonic()
         while not self.done():
             waited = time.monotonic() - began
             if waited >= timeout:
                 return False
-            time.sleep(0.0 if waited < hot else min(waited / share, timeout - waited, longest))
+            time.sleep(0.0 if waited < hot else min(waited * _NAP, timeout - waited, _LONGEST_NAP))
         return True
 
     def settle(self) -> None:

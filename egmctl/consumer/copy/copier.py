@@ -31,9 +31,8 @@ Flat: TypeAlias = "array[int]"
 _log = logging.getLogger(__name__)
 
 _FEW = 4  # up to so many small fragments cost less by the engine than a kernel's launch
-_BATCH_FROM = 16  # fewer are queued one by one, which is as fast and needs no lists
 _BULK = 16 * MIB  # fragments of this size fill the link from one stream
-_FEW_LARGE = 64
+_TOGETHER = 64  # are queued by one call: it starts none of them before it has looked at all
 _PIECE = 16 * KIB
 _PROMPT = 1 << 30  # bytes that a link takes some 20 ms for
 _LARGEST = 1 << 48
@@ -92,7 +91,10 @@ class GpuCopier:
                 after = borrowed.event()
                 driver.event_record(after, stream)
             joined = large is flat and isinstance(fragments, (list, tuple)) and 3 * len(fragments) > len(flat)
-            used = self._by_engine(borrowed, large, after, joined) if large else []
+            used = []
+            if large:
+                fewest = smallest if large is flat else min(large[2::3])
+                used = self._by_engine(borrowed, large, fewest, after, joined)
             if small:
                 used.append(self._by_kernel(borrowed, small, largest if small is flat else None, after))
             events = []
@@ -159,48 +161,52 @@ class GpuCopier:
             self._on_device[page] = known
         return not known
 
-    def _by_engine(self, borrowed: Borrowed, flat: Flat, after: int | None, joined: bool) -> list[int]:
+    def _by_engine(self, borrowed: Borrowed, flat: Flat, smallest: int, after: int | None, joined: bool) -> list[int]:
         """``joined``: these were more, and neighbours."""
         count = len(flat) // 3
-        smallest = min(flat[2::3]) if count <= _FEW_LARGE else 0
+        bulk = sum(flat[2::3]) >= _BULK * count
         if after is None and smallest >= _BULK and not joined:
             # One after the other they fill the link, and the first is over first. Beside each other they share it, and
             # both ways at once are slower by some per cent. A copy that waits for a stream would hold the others up.
             stream = borrowed.lane(self._is_put(flat[0]), 0)
-            for at in range(0, len(flat), 3):
-                self._driver.memcpy_async(flat[at], flat[at + 1], flat[at + 2], stream)
+            self._one_by_one(flat, stream)
             return [stream]
-        one_by_one = count < _BATCH_FROM or sum(flat[2::3]) >= _BULK * count
         if after is None and (count > 1 or joined) and smallest >= MIB:
-            # A short list of middling ones is a piece of a batch with others before and behind it. On streams of their
-            # own they would share the link and all end at the end, with everything still to be confirmed; so they keep
-            # their order, over two streams (one leaves gaps between copies of 1 MiB) as soon as a second one pays.
-            put = self._is_put(flat[0])
-            streams = [borrowed.lane(put, each) for each in range(1, 2 if count < _BATCH_FROM else 3)]
-        else:
-            wanted = min(count, 2 if one_by_one else self._options.streams, self._options.streams)
-            streams = [borrowed.stream() for _ in range(wanted)]
+            # Middling ones are a piece of a batch with others before and behind it. On streams of their own they would
+            # share the link and all end at the end, with everything still to be confirmed; so they keep their order.
+            # Queued together they leave no gaps: one by one, copies of 1 MiB lose a tenth of the link.
+            stream = borrowed.lane(self._is_put(flat[0]), 1)
+            for at in range(0, len(flat), 3 * _TOGETHER):
+                self._together(flat[at : at + 3 * _TOGETHER], stream)
+            return [stream]
+        wanted = min(count, 2 if bulk else self._options.streams, self._options.streams)
+        streams = [borrowed.stream() for _ in range(wanted)]
         for number, stream in enumerate(streams):
             if after is not None:
                 self._driver.stream_wait_event(stream, after)
-            share = [flat[3 * number + column :: 3 * len(streams)].tolist() for column in range(3)]
-            if one_by_one or not self._by_batch(share, stream):
-                for destination, source, nbytes in zip(*share, strict=True):
-                    self._driver.memcpy_async(destination, source, nbytes, stream)
+            share = flat
+            if wanted > 1:
+                share = array("Q", bytes(8 * 3 * len(range(number, count, wanted))))
+                for column in range(3):
+                    share[column::3] = flat[3 * number + column :: 3 * wanted]
+            (self._one_by_one if bulk else self._together)(share, stream)
         return streams
 
-    def _by_batch(self, share: list[list[int]], stream: int) -> bool:
-        """False when this driver or its bindings know no batches (before CUDA 12.8)."""
-        if not self._batches:
-            return False
-        try:
-            self._driver.memcpy_batch_async(share[0], share[1], share[2], stream)
-        except CudaError as error:
-            if error.name != "FUNCTION_NOT_FOUND":
-                raise
-            self._batches = False
-            return False
-        return True
+    def _one_by_one(self, flat: Flat, stream: int) -> None:
+        for at in range(0, len(flat), 3):
+            self._driver.memcpy_async(flat[at], flat[at + 1], flat[at + 2], stream)
+
+    def _together(self, flat: Flat, stream: int) -> None:
+        """Where this driver or its bindings know no batches (before CUDA 12.8), one by one."""
+        if self._batches and len(flat) > 3:
+            try:
+                self._driver.memcpy_batch_async(flat[0::3], flat[1::3], flat[2::3], stream)
+                return
+            except CudaError as error:
+                if error.name != "FUNCTION_NOT_FOUND":
+                    raise
+                self._batches = False
+        self._one_by_one(flat, stream)
 
     def _by_kernel(self, borrowed: Borrowed, flat: Flat, largest: int | None, after: int | None) -> int:
         longest = max(flat[2::3]) if largest is None else largest

@@ -71,7 +71,7 @@ class Borrowed:
         self.lanes: list[int] = []
 
     def lane(self, put: bool, number: int) -> int:
-        """A stream shared by all copies of one direction: 0 is for large ones, 1 and 2 for pieces of batches."""
+        """A stream shared by all copies of one direction: 0 is for large ones, 1 for pieces of batches."""
         lane = self.pool.take_lane(put, number)
         self.lanes.append(lane)
         return lane

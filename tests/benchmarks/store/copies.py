@@ -190,14 +190,21 @@ def batches(world: World) -> None:
         assert here.store.batch_get_into(kept, addresses, sizes) == sizes
         here.check(here.hbm[0], total, seed=2)
         name = f"{count} objects of {size // KIB} KiB in a batch, Master calls included"
-        times = here.seconds(lambda _: here.store.batch_get_into(kept, addresses, sizes), 50, 5)
-        here.row(f"get, {name}", total, times, rates["get"], 0.85, **_spread(times))
-        times = []
-        for turn in range(55):
-            keys = [f"batch-{turn}-{number}" for number in range(count)]
-            times += here.seconds(lambda _, keys=keys: here.store.batch_put_from(keys, addresses, sizes), 1, 0)
-            here.remove(keys)
-        here.row(f"put, {name}", total, times[5:], rates["put"], 0.85, **_spread(times[5:]))
+
+        def compared(way: str, run: Callable[[list[str]], object], cleanup: Callable[[list[str]], object]) -> None:
+            # A batch takes a few milliseconds, and the driver's own rate drifts within seconds: measured in turns.
+            raw = here.raw_one(way)
+            bare, times = [], []
+            for turn in range(55):
+                keys = kept if way == "get" else [f"batch-{turn}-{number}" for number in range(count)]
+                bare += here.seconds(raw, 1, 0)
+                times += here.seconds(lambda _, keys=keys: run(keys), 1, 0)
+                cleanup(keys)
+            base = here.rate(here.scale.raw, bare[5:])
+            here.row(f"{way}, {name}", total, times[5:], base, 0.85, raw_gbps=round(base, 2), **_spread(times[5:]))
+
+        compared("get", lambda keys: here.store.batch_get_into(keys, addresses, sizes), lambda _: None)
+        compared("put", lambda keys: here.store.batch_put_from(keys, addresses, sizes), here.remove)
         copier = here.store._engine.device_copier
         assert copier is not None
         with here.store.session(kept) as session:

@@ -248,6 +248,11 @@ class Here:
 
         return run
 
+    def raw_one(self, way: str) -> Callable[[int], None]:
+        """One large copy, get or put, in the memory of `raw_rates`."""
+        pair = (self.hbm[0], self.dram) if way == "get" else (self.dram, self.hbm[0])
+        return self.raw([(0, *pair, self.scale.raw)])
+
     def raw_both(self) -> Callable[[int], None]:
         """One large copy each way, in the memory of `raw_rates`."""
         nbytes, hbm = self.scale.raw, self.hbm[0]
