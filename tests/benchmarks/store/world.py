@@ -165,7 +165,6 @@ def rehearse_on_the_model() -> None:
     atexit.register(shutil.rmtree, folder, True)
 
 
-@dataclass
 def give_a_cpu_of_its_own(pid: int) -> int | None:
     """Have all threads of a process run on one CPU, and this process and those it starts later on the others. Which
     CPU that is; None, and nothing done, where there are fewer than four."""
@@ -180,6 +179,7 @@ def give_a_cpu_of_its_own(pid: int) -> int | None:
     return cpu
 
 
+@dataclass
 class Pool:
     """``with Pool(...) as pool``: provisioned and mounted by an agent of its own; torn down when left."""
 
