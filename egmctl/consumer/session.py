@@ -2,18 +2,20 @@
 
 A read checks, before and after its copy, that the lease holds, that the connection to the Master that granted it
 stands, and that the provider is the one that was bound. What it cannot see is a removal by force inside the lease;
-`Session.unchanged` asks the Master about that.
+`Session.unchanged` asks the Master about that. A copy that fails is made again from other replicas of the objects; the
+Master is asked only where their provider was not bound when the session located them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from types import TracebackType
 
 from egmctl.consumer.buffers import Buffers
-from egmctl.consumer.choose import choose
+from egmctl.consumer.choose import NOT_THE_PLACE, choose
 from egmctl.consumer.context import keeps_device
 from egmctl.consumer.engine import Backoff, Engine, Part
 from egmctl.consumer.errors import InvalidRequest, LeaseExpired, ProviderGone, StaleAllocation, StoreClosed
@@ -21,9 +23,14 @@ from egmctl.consumer.gather import Entries, Indices, gather
 from egmctl.consumer.host_copy import Completion
 from egmctl.consumer.master_link import Asked, Location, is_transient
 from egmctl.consumer.pins import Again, Pins, Place, Target
+from egmctl.consumer.requests import check_range
 from egmctl.errors import EgmError
 
 __all__ = ["Session"]
+
+_Found = tuple[Location, Place, Target]
+_CHOICES = 16
+"""Choices of replicas that are tried for one read."""
 
 
 class Session:
@@ -36,7 +43,8 @@ class Session:
         self._keys = tuple(keys)
         self._lock = threading.Lock()
         self._pins: Pins | None = None
-        self._found: dict[str, tuple[Location, Place, Target]] = {}
+        self._found: dict[str, _Found] = {}
+        self._failed: dict[Place, EgmError] = {}  # what is not read from any more
         self._asked: Asked | None = None
         self._lease_until = 0.0
         self._epoch = 0
@@ -73,7 +81,8 @@ class Session:
     def read_into(self, key: str, offset: int, address: int, nbytes: int, *, stream: int | None = None) -> int:
         """``nbytes`` from ``offset`` of one object into a registered buffer; returned when they are there and right.
 
-        Raises `LeaseExpired` (call `renew`), `ProviderGone`, `InvalidRequest`, `InvalidBuffer`.
+        Raises `LeaseExpired` and `ProviderGone` (call `renew`), `InvalidRequest`, `InvalidBuffer`, and what the copy
+        failed with: `GetFailed` with the reason of each replica where there are several.
         """
         return self.batch_read_into([(key, offset, address, nbytes)], stream=stream)
 
@@ -81,23 +90,20 @@ class Session:
     def batch_read_into(self, reads: Sequence[tuple[str, int, int, int]], *, stream: int | None = None) -> int:
         """Several (key, offset, address, bytes) at once, as `read_into`; returns the bytes of all."""
         with self._lock:
-            routes = self._engine.routes()
-            total = 0
+            parts = []
             for key, offset, address, nbytes in reads:
                 buffer = self._buffers.find(address, nbytes)
-                _, place, target = self._object(key)
-                if offset < 0 or nbytes < 0 or offset + nbytes > place.nbytes:
-                    raise InvalidRequest(
-                        f"{nbytes} bytes at {offset} are not inside its {place.nbytes} bytes", where=f"object {key!r}"
-                    )
+                check_range(key, self._object(key)[1].nbytes, offset, nbytes)
                 if nbytes:
-                    routes.add(target, Part(offset, address, nbytes, buffer), write=False)
-                total += nbytes
-            self._check_lease()
-            if total:
-                self._wait(self._engine.copy(routes, stream))
-            self._check_after()
-        return total
+                    parts.append((key, Part(offset, address, nbytes, buffer)))
+
+            def begin(found: dict[str, _Found]) -> Completion:
+                routes = self._engine.routes()
+                routes.add_all([(found[key][2], part) for key, part in parts], write=False)
+                return self._engine.copy(routes, stream)
+
+            self._copy([read[0] for read in reads], begin)
+        return sum(read[3] for read in reads)
 
     def gather(
         self,
@@ -125,11 +131,12 @@ class Session:
     def gather_entries(self, keys: Sequence[str], entries: Entries, destination: int, stream: int | None) -> int:
         """As `gather`, with the entries as they are."""
         with self._lock:
-            found = [self._object(key) for key in keys]
-            self._check_lease()
-            spaces = [(target, place.nbytes) for _, place, target in found]
-            self._wait(gather(self._engine, self._buffers, spaces, entries, destination, stream))
-            self._check_after()
+
+            def begin(found: dict[str, _Found]) -> Completion:
+                spaces = [(target, place.nbytes) for _, place, target in [found[key] for key in keys]]
+                return gather(self._engine, self._buffers, spaces, entries, destination, stream)
+
+            self._copy(keys, begin)
         return entries.nbytes
 
     @keeps_device
@@ -182,15 +189,16 @@ class Session:
         self._lease_until = min((location.lease_until for location, _, _ in found.values()), default=0.0)
         self._epoch = next((location.epoch for location, _, _ in found.values()), self._engine.master.epoch)
 
-    def _attempt(self, pins: Pins) -> tuple[dict[str, tuple[Location, Place, Target]], Asked]:
+    def _attempt(self, pins: Pins) -> tuple[dict[str, _Found], Asked]:
         if not self._keys:
             raise InvalidRequest("a session has at least one key")
         found = {}
+        failed = tuple(self._failed.items())
         asked = self._engine.master.locate(self._keys)
         for key, answer in zip(self._keys, asked(), strict=True):
             if isinstance(answer, EgmError):
                 raise answer
-            place, target = choose(pins, answer)
+            place, target = choose(pins, answer, failed)
             found[key] = (answer, place, target)
         return found, asked
 
@@ -199,12 +207,64 @@ class Session:
             raise StoreClosed("the session is not open", hint="use it in a with statement")
         return self._pins
 
-    def _object(self, key: str) -> tuple[Location, Place, Target]:
+    def _object(self, key: str) -> _Found:
         self._opened()
         try:
             return self._found[key]
         except KeyError:
             raise InvalidRequest("is not an object of this session", where=f"object {key!r}") from None
+
+    def _copy(self, keys: Sequence[str], begin: Callable[[dict[str, _Found]], Completion]) -> None:
+        """Copy from where the objects lie; should that fail, from others of their replicas.
+
+        A failure does not tell which of several places it was. So those at one provider are avoided, then those at the
+        next, then at two of them; what had to be avoided is not read any more in this session.
+        """
+        untried = deque([self._failed])
+        for _ in range(_CHOICES):
+            if not untried:
+                break
+            avoided = untried.popleft()
+            self._check_lease()
+            try:
+                found = {key: self._avoiding(avoided, key) for key in keys}
+            except (EgmError, Again) as error:
+                failure = error.error if isinstance(error, Again) else error
+                continue
+            try:
+                self._wait(begin(found))
+            except NOT_THE_PLACE:
+                raise
+            except EgmError as error:
+                failure = error
+                untried += [{**avoided, **places} for places in _suspects(found.values(), error)]
+                continue
+            self._failed = avoided
+            self._found.update(found)
+            self._check_after({place.endpoint for _, place, _ in found.values()})
+            return
+        raise failure
+
+    def _avoiding(self, avoided: dict[Place, EgmError], key: str) -> _Found:
+        """Where an object is read from when these places are not. Raises as `choose`."""
+        found = self._object(key)
+        location, place, _ = found
+        if place not in avoided:
+            return found
+        failed = tuple(avoided.items())
+        try:
+            return (location, *choose(self._opened(), location, failed))
+        except Again as again:
+            if not again.bound:
+                raise
+        # Asked before its provider was bound, the Master proves nothing; asked now, it may speak of another object.
+        (answer,) = self._engine.master.locate([key])()
+        if isinstance(answer, EgmError):
+            raise answer
+        places = tuple(place for place in location.places if answer.still_holds(place, location))
+        if not places:
+            raise StaleAllocation("is another object now, or may be", where=f"object {key!r}", hint="call renew()")
+        return (location, *choose(self._opened(), answer._replace(places=places), failed))
 
     def _wait(self, completion: Completion) -> None:
         try:
@@ -228,9 +288,9 @@ class Session:
                 hint="call renew(); after a restart of the Master its objects are gone",
             )
 
-    def _check_after(self) -> None:
+    def _check_after(self, endpoints: Container[str]) -> None:
         self._check_lease()
-        gone = self._opened().confirm(not_older_than=self._engine.timing.remote_check)
+        gone = self._opened().confirm(endpoints, not_older_than=self._engine.timing.remote_check)
         if gone:
             raise ProviderGone(
                 "the provider ended, or is taking its memory down", where=", ".join(sorted(gone)), hint="call renew()"
@@ -239,3 +299,12 @@ class Session:
     def _same_master(self) -> bool:
         master = self._engine.master
         return master.epoch == self._epoch and master.connected()
+
+
+def _suspects(found: Iterable[_Found], error: EgmError) -> Iterable[dict[Place, EgmError]]:
+    """The places that can be avoided, by their provider: the objects have other replicas."""
+    by_provider: dict[str, dict[Place, EgmError]] = {}
+    for location, place, _ in found:
+        if len(location.places) > 1:
+            by_provider.setdefault(place.endpoint, {})[place] = error
+    return by_provider.values()
