@@ -193,12 +193,11 @@ class Session:
         if not self._keys:
             raise InvalidRequest("a session has at least one key")
         found = {}
-        failed = tuple(self._failed.items())
         asked = self._engine.master.locate(self._keys)
         for key, answer in zip(self._keys, asked(), strict=True):
             if isinstance(answer, EgmError):
                 raise answer
-            place, target = choose(pins, answer, failed)
+            place, target = choose(pins, answer)
             found[key] = (answer, place, target)
         return found, asked
 
