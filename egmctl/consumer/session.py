@@ -29,6 +29,9 @@ from egmctl.errors import EgmError
 __all__ = ["Session"]
 
 _Found = tuple[Location, Place, Target]
+_Begin = Callable[[dict[str, _Found]], Completion]
+_Avoided = dict[Place, EgmError]
+"""Places that are not read from, each with why."""
 _CHOICES = 16
 """Choices of replicas that are tried for one read."""
 
@@ -44,7 +47,7 @@ class Session:
         self._lock = threading.Lock()
         self._pins: Pins | None = None
         self._found: dict[str, _Found] = {}
-        self._failed: dict[Place, EgmError] = {}  # what is not read from any more
+        self._failed: _Avoided = {}
         self._asked: Asked | None = None
         self._lease_until = 0.0
         self._epoch = 0
@@ -90,20 +93,22 @@ class Session:
     def batch_read_into(self, reads: Sequence[tuple[str, int, int, int]], *, stream: int | None = None) -> int:
         """Several (key, offset, address, bytes) at once, as `read_into`; returns the bytes of all."""
         with self._lock:
-            parts = []
+            parts, total = [], 0
             for key, offset, address, nbytes in reads:
                 buffer = self._buffers.find(address, nbytes)
                 check_range(key, self._object(key)[1].nbytes, offset, nbytes)
                 if nbytes:
                     parts.append((key, Part(offset, address, nbytes, buffer)))
+                total += nbytes
 
             def begin(found: dict[str, _Found]) -> Completion:
                 routes = self._engine.routes()
-                routes.add_all([(found[key][2], part) for key, part in parts], write=False)
+                for key, part in parts:
+                    routes.add(found[key][2], part, write=False)
                 return self._engine.copy(routes, stream)
 
             self._copy([read[0] for read in reads], begin)
-        return sum(read[3] for read in reads)
+        return total
 
     def gather(
         self,
@@ -131,6 +136,8 @@ class Session:
     def gather_entries(self, keys: Sequence[str], entries: Entries, destination: int, stream: int | None) -> int:
         """As `gather`, with the entries as they are."""
         with self._lock:
+            for key in keys:
+                self._object(key)
 
             def begin(found: dict[str, _Found]) -> Completion:
                 spaces = [(target, place.nbytes) for _, place, target in [found[key] for key in keys]]
@@ -193,11 +200,12 @@ class Session:
         if not self._keys:
             raise InvalidRequest("a session has at least one key")
         found = {}
+        failed = tuple(self._failed.items())
         asked = self._engine.master.locate(self._keys)
         for key, answer in zip(self._keys, asked(), strict=True):
             if isinstance(answer, EgmError):
                 raise answer
-            place, target = choose(pins, answer)
+            place, target = choose(pins, answer, failed)
             found[key] = (answer, place, target)
         return found, asked
 
@@ -213,13 +221,21 @@ class Session:
         except KeyError:
             raise InvalidRequest("is not an object of this session", where=f"object {key!r}") from None
 
-    def _copy(self, keys: Sequence[str], begin: Callable[[dict[str, _Found]], Completion]) -> None:
-        """Copy from where the objects lie; should that fail, from others of their replicas.
+    def _copy(self, keys: Sequence[str], begin: _Begin) -> None:
+        """Copy from where the objects lie; should that fail, from others of their replicas."""
+        self._check_lease()
+        try:
+            self._wait(begin(self._found))
+        except NOT_THE_PLACE:
+            raise
+        except EgmError as error:
+            self._copy_elsewhere(keys, begin, error)
+        self._check_after({self._found[key][1].endpoint for key in keys})
 
-        A failure does not tell which of several places it was. So those at one provider are avoided, then those at the
-        next, then at two of them; what had to be avoided is not read any more in this session.
-        """
-        untried = deque([self._failed])
+    def _copy_elsewhere(self, keys: Sequence[str], begin: _Begin, failure: EgmError) -> None:
+        """A failure does not tell which of several places it was. So those at one provider are avoided, then those at
+        the next, then at two of them; what had to be avoided is not read any more in this session."""
+        untried = deque(_more_to_avoid(self._failed, [self._found[key] for key in keys], failure))
         for _ in range(_CHOICES):
             if not untried:
                 break
@@ -236,16 +252,15 @@ class Session:
                 raise
             except EgmError as error:
                 failure = error
-                untried += [{**avoided, **places} for places in _suspects(found.values(), error)]
+                untried += _more_to_avoid(avoided, found.values(), error)
                 continue
             self._failed = avoided
             self._found.update(found)
-            self._check_after({place.endpoint for _, place, _ in found.values()})
             return
         raise failure
 
-    def _avoiding(self, avoided: dict[Place, EgmError], key: str) -> _Found:
-        """Where an object is read from when these places are not. Raises as `choose`."""
+    def _avoiding(self, avoided: _Avoided, key: str) -> _Found:
+        """Where an object is read when these places are not. Raises as `choose`."""
         found = self._object(key)
         location, place, _ = found
         if place not in avoided:
@@ -300,10 +315,11 @@ class Session:
         return master.epoch == self._epoch and master.connected()
 
 
-def _suspects(found: Iterable[_Found], error: EgmError) -> Iterable[dict[Place, EgmError]]:
-    """The places that can be avoided, by their provider: the objects have other replicas."""
-    by_provider: dict[str, dict[Place, EgmError]] = {}
+def _more_to_avoid(avoided: _Avoided, found: Iterable[_Found], error: EgmError) -> list[_Avoided]:
+    """After a copy that failed: for each provider read from, what is avoided already and the places there. Objects that
+    have no other replica stay."""
+    by_provider: dict[str, _Avoided] = {}
     for location, place, _ in found:
         if len(location.places) > 1:
-            by_provider.setdefault(place.endpoint, {})[place] = error
-    return by_provider.values()
+            by_provider.setdefault(place.endpoint, dict(avoided))[place] = error
+    return list(by_provider.values())
