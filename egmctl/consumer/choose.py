@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from egmctl.consumer.errors import GetFailed, Unreachable
+from egmctl.consumer.errors import GetFailed, InvalidBuffer, InvalidRequest, StoreClosed, Unreachable
 from egmctl.consumer.master_link import Location
 from egmctl.consumer.pins import Again, Pins, Place, Target
 from egmctl.errors import EgmError
 
-__all__ = ["Failures", "choose"]
+__all__ = ["NOT_THE_PLACE", "Failures", "choose"]
 
 Failures = dict[int, list[tuple[Place, EgmError]]]
 """For a request, the places that a copy was begun from and failed."""
+
+NOT_THE_PLACE = (StoreClosed, InvalidRequest, InvalidBuffer)
+"""With these errors a copy from elsewhere would fail as well."""
 
 
 def choose(pins: Pins, location: Location, failed: Sequence[tuple[Place, EgmError]] = ()) -> tuple[Place, Target]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from typing import NamedTuple
 
 from egmctl.consumer.binding import Binding, ChunkAt
@@ -152,14 +152,16 @@ class Pins:
         """Whether `confirm` needs to ask nobody."""
         return all(binding.watch is not None for binding in self._bound.values())
 
-    def confirm(self, *, not_older_than: float = 0.0) -> set[str]:
-        """The endpoints whose incarnation is not provably the one bound any more.
+    def confirm(self, among: Container[str] | None = None, *, not_older_than: float = 0.0) -> set[str]:
+        """The endpoints (``among`` those given) whose incarnation is not provably the one bound any more.
 
         One that can be watched is looked at each time; one that must be asked over the network is not asked again if
         it answered within ``not_older_than`` seconds.
         """
         bad = set()
         for endpoint, binding in self._bound.items():
+            if among is not None and endpoint not in among:
+                continue
             asked, good = self._confirmed.get(endpoint, (0.0, False))
             if binding.watch is None and good and time.monotonic() - asked < not_older_than:
                 continue

@@ -14,14 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
-from egmctl.consumer.choose import Failures, choose
+from egmctl.consumer.choose import NOT_THE_PLACE, Failures, choose
 from egmctl.consumer.engine import Engine, Part, Routes, must_ask, running_dry, settle, split_batch
 from egmctl.consumer.errors import (
     GetFailed,
     InvalidBuffer,
-    InvalidRequest,
     StaleAllocation,
-    StoreClosed,
     StoreError,
 )
 from egmctl.consumer.host_copy import Completion
@@ -72,7 +70,6 @@ class _Flight(NamedTuple):
 
 _make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
 _AHEAD = 2  # pieces asked for beyond the one to be copied next
-_NOT_THE_PLACE = (StoreClosed, InvalidRequest, InvalidBuffer)  # copying from elsewhere would fail as well
 
 
 class _Piece:
@@ -329,7 +326,7 @@ class ReadRound:
         """Where an object has another replica, that is tried next; the reason is kept for when there is none left."""
         for flight in flights:
             self.outcomes[flight.number] = error
-            if len(flight.location.places) > 1 and not isinstance(error, _NOT_THE_PLACE):
+            if len(flight.location.places) > 1 and not isinstance(error, NOT_THE_PLACE):
                 self.failures.setdefault(flight.number, []).append((flight.place, error))
                 self.outcomes[flight.number] = Again(as_store_error(error), at_once=True)
 
