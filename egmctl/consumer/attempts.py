@@ -9,8 +9,9 @@ from egmctl.consumer.choose import Failures
 from egmctl.consumer.engine import Backoff, Engine
 from egmctl.consumer.errors import GetFailed, InterruptedPut, NoSpace, Unreachable
 from egmctl.consumer.pins import Again
-from egmctl.consumer.reader import ReadRequests, ReadRound
-from egmctl.consumer.writer import WriteRequests, WriteRound
+from egmctl.consumer.reader import ReadRound
+from egmctl.consumer.requests import ReadRequests, WriteRequests
+from egmctl.consumer.writer import WriteRound
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
 

@@ -12,7 +12,8 @@ from egmctl.errors import EgmError
 __all__ = ["NOT_THE_PLACE", "Failures", "choose"]
 
 Failures = dict[int, list[tuple[Place, EgmError]]]
-"""For a request, the places that a copy was begun from and failed."""
+"""For a request, the places that a copy was begun from and failed. None yet: a copy failed that others took part in,
+and it is copied apart from what lies at other providers."""
 
 NOT_THE_PLACE = (StoreClosed, InvalidRequest, InvalidBuffer)
 """With these errors a copy from elsewhere would fail as well."""

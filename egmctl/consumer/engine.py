@@ -262,11 +262,11 @@ def settle(completions: Sequence[Completion]) -> None:
         pass
 
 
-_RAMP = (12, 20, 36)
+_RAMP = (8, 12, 24, 48)
 """Each piece's answer is taken apart and its copies are queued within the time in which the piece before is copied, for
 objects of 1 MiB at 55 GB/s."""
 _MOST = 64
-_SHORTEST = 16
+_SHORTEST = 12
 
 
 @lru_cache(maxsize=64)

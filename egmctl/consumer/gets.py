@@ -10,8 +10,8 @@ from egmctl.consumer.base import StoreBase
 from egmctl.consumer.context import keeps_device
 from egmctl.consumer.engine import Part, check_batch
 from egmctl.consumer.gather import Entries, Indices
-from egmctl.consumer.reader import ReadList, ReadRequest, ReadRound
-from egmctl.consumer.requests import BufferList, Reads, check_range, loose, singles
+from egmctl.consumer.reader import ReadRound
+from egmctl.consumer.requests import BufferList, ReadList, ReadRequest, Reads, check_range, loose, singles
 from egmctl.consumer.session import Session
 from egmctl.consumer.sparse import gather_objects
 from egmctl.consumer.transfer import BatchTransfer, Transfer, single

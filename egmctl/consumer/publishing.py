@@ -7,29 +7,20 @@ granted the space, and the deadline has not passed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from egmctl.consumer.engine import Engine, Part
+from egmctl.consumer.engine import Engine
 from egmctl.consumer.errors import InterruptedPut, ObjectNotFound, StaleAllocation
-from egmctl.consumer.host_copy import Completion
 from egmctl.consumer.master_link import Answer, Reserved
-from egmctl.consumer.pins import Again, Target
+from egmctl.consumer.pins import Again
+from egmctl.consumer.requests import WriteRequest
 from egmctl.errors import EgmError
 
-__all__ = ["Flight", "Publishing", "WriteRequest"]
+__all__ = ["Flight", "Publishing"]
 
 _TOGETHER = 256  # objects published by one request
-
-
-class WriteRequest(NamedTuple):
-    """One object to be written: from ``parts``, or by ``custom`` (targets of all replicas, stream) where given."""
-
-    key: str
-    nbytes: int
-    parts: Sequence[Part] = ()
-    custom: Callable[[Sequence[Target], int | None], Completion] | None = None
 
 
 class Flight(NamedTuple):

@@ -9,10 +9,10 @@ from egmctl.consumer.base import StoreBase
 from egmctl.consumer.context import keeps_device
 from egmctl.consumer.engine import check_batch
 from egmctl.consumer.gather import Entries, Indices
-from egmctl.consumer.requests import BufferList, Writes, part_of_bytes, singles
+from egmctl.consumer.requests import BufferList, WriteRequest, Writes, part_of_bytes, singles
 from egmctl.consumer.sparse import scatter_request
 from egmctl.consumer.transfer import BatchTransfer, Transfer, single
-from egmctl.consumer.writer import WriteRequest, WriteRound
+from egmctl.consumer.writer import WriteRound
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
 

@@ -12,53 +12,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from egmctl.consumer.choose import NOT_THE_PLACE, Failures, choose
-from egmctl.consumer.engine import Engine, Part, Routes, must_ask, running_dry, settle, split_batch
+from egmctl.consumer.engine import Engine, Routes, must_ask, running_dry, settle, split_batch
 from egmctl.consumer.errors import (
     GetFailed,
-    InvalidBuffer,
     StaleAllocation,
     StoreError,
 )
 from egmctl.consumer.host_copy import Completion
 from egmctl.consumer.master_link import Asked, Location, is_transient
 from egmctl.consumer.pins import Again, Pins, Place
+from egmctl.consumer.requests import ReadRequests
 from egmctl.errors import EgmError
 
-__all__ = ["ReadList", "ReadRequest", "ReadRequests", "ReadRound", "as_store_error", "is_bound"]
-
-Layout = Callable[[int], tuple[int, Sequence[Part]]]
-"""From an object's size to (the result to return, which part of it goes where). Raises what is wrong with it."""
-
-
-class ReadRequest(NamedTuple):
-    """One object to be read: all of it into ``parts``, or as ``layout`` says where that is given."""
-
-    key: str
-    parts: Sequence[Part] = ()
-    layout: Layout | None = None
-
-    def laid_out(self, size: int) -> tuple[int, Sequence[Part]]:
-        if self.layout is not None:
-            return self.layout(size)
-        parts = self.parts
-        if len(parts) == 1 and parts[0].nbytes == size:  # mostly
-            return size, parts
-        capacity = sum(part.nbytes for part in parts)
-        if capacity < size:
-            raise InvalidBuffer(
-                f"has {size} bytes and the buffer given for it {capacity}",
-                where=f"object {self.key!r}",
-                hint="give a larger buffer, or get a range",
-            )
-        used = []
-        for part in parts:
-            if part.offset >= size:
-                break
-            used.append(part._replace(nbytes=min(part.nbytes, size - part.offset)))
-        return size, used
+__all__ = ["ReadRound", "as_store_error", "is_bound"]
 
 
 class _Flight(NamedTuple):
@@ -87,35 +56,6 @@ class _Piece:
         self.judged = False
         self.numbers: list[int] = []
         self.endpoints: set[str] = set()
-
-
-class ReadRequests(Protocol):
-    """Requests by number. Asking for one may raise what is wrong with it, an `EgmError`."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, at: int, /) -> ReadRequest: ...
-    def keys(self, numbers: Sequence[int], /) -> list[str]: ...
-    def whole(self, at: int, /) -> Part | None:
-        """Where all of an object goes, if that is one place; None: the request says it."""
-
-
-class ReadList:
-    """Requests that are made already."""
-
-    def __init__(self, requests: Sequence[ReadRequest]) -> None:
-        self._requests = requests
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __getitem__(self, at: int) -> ReadRequest:
-        return self._requests[at]
-
-    def keys(self, numbers: Sequence[int]) -> list[str]:
-        return [self._requests[number].key for number in numbers]
-
-    def whole(self, at: int) -> Part | None:
-        return None
 
 
 class ReadRound:
@@ -176,6 +116,7 @@ class ReadRound:
     def _launch(self, numbers: Sequence[int], asked: Asked) -> None:
         flights: list[_Flight] = []
         routes = self._engine.routes()
+        apart: dict[str, tuple[Routes, list[_Flight]]] = {}
         whole, near, add_near = self._requests.whole, self.pins.near, routes.add_near
         failures = self.failures
         for number, located in zip(numbers, asked(), strict=True):
@@ -190,25 +131,42 @@ class ReadRound:
                         if close is not None and add_near(close, place[1], part, write=False):
                             flights.append(_make(_Flight, (number, located, place, part[2])))
                             continue
-                self._launch_one(number, located, routes, flights)
+                self._launch_one(number, located, routes, flights, apart)
             except (EgmError, Again) as error:
                 self.outcomes[number] = error
-        if flights:
-            try:
-                completion = self._engine.copy(routes, self._stream)
-            except EgmError as error:
-                self._fail(flights, error)
-                return
-            self._pieces.append(_Piece(flights, completion, asked if len(flights) == len(numbers) else None))
+        self._copy(routes, flights, asked if len(flights) == len(numbers) else None)
+        for its_routes, its_flights in apart.values():
+            self._copy(its_routes, its_flights, None)
 
-    def _launch_one(self, number: int, located: Location | EgmError, routes: Routes, flights: list[_Flight]) -> None:
+    def _launch_one(
+        self,
+        number: int,
+        located: Location | EgmError,
+        routes: Routes,
+        flights: list[_Flight],
+        apart: dict[str, tuple[Routes, list[_Flight]]],
+    ) -> None:
         request = self._requests[number]
         if isinstance(located, EgmError):
             raise Again(as_store_error(located)) if is_transient(located) else located
         place, target = choose(self.pins, located, self.failures.get(number, ()))
         result, parts = request.laid_out(place.nbytes)
+        if number in self.failures:
+            if place.endpoint not in apart:
+                apart[place.endpoint] = self._engine.routes(), []
+            routes, flights = apart[place.endpoint]
         routes.add_all([(target, part) for part in parts], write=False)
         flights.append(_Flight(number, located, place, result))
+
+    def _copy(self, routes: Routes, flights: list[_Flight], asked: Asked | None) -> None:
+        if not flights:
+            return
+        try:
+            completion = self._engine.copy(routes, self._stream)
+        except EgmError as error:
+            self._fail(flights, error)
+            return
+        self._pieces.append(_Piece(flights, completion, asked))
 
     def done(self) -> bool:
         return all(piece.completion.done() for piece in self._pieces)
@@ -323,12 +281,17 @@ class ReadRound:
             self.outcomes[number] = Again(as_store_error(error))
 
     def _fail(self, flights: Sequence[_Flight], error: EgmError) -> None:
-        """Where an object has another replica, that is tried next; the reason is kept for when there is none left."""
+        """Where an object has another replica, that is tried next; the reason is kept for when there is none left. What
+        was copied from several providers is first copied again apart, which shows whose fault it was."""
+        mixed = len({flight.place.endpoint for flight in flights}) > 1
         for flight in flights:
             self.outcomes[flight.number] = error
-            if len(flight.location.places) > 1 and not isinstance(error, NOT_THE_PLACE):
-                self.failures.setdefault(flight.number, []).append((flight.place, error))
-                self.outcomes[flight.number] = Again(as_store_error(error), at_once=True)
+            if isinstance(error, NOT_THE_PLACE) or not (mixed or len(flight.location.places) > 1):
+                continue
+            failed = self.failures.setdefault(flight.number, [])
+            if not mixed:
+                failed.append((flight.place, error))
+            self.outcomes[flight.number] = Again(as_store_error(error), at_once=True)
 
 
 def is_bound(outcome: object) -> bool:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from egmctl.consumer.buffers import Buffer, Buffers
 from egmctl.consumer.engine import Part
 from egmctl.consumer.errors import InvalidBuffer, InvalidRequest, ObjectExists
-from egmctl.consumer.reader import ReadRequest
-from egmctl.consumer.writer import WriteRequest
+from egmctl.consumer.host_copy import Completion
+from egmctl.consumer.pins import Target
 
 __all__ = [
     "BufferList",
+    "ReadList",
+    "ReadRequest",
+    "ReadRequests",
     "Reads",
+    "WriteRequest",
+    "WriteRequests",
     "Writes",
     "check_range",
     "loose",
@@ -27,6 +32,83 @@ _make: Any = tuple.__new__  # a named tuple's own constructor takes twice as lon
 
 BufferList = Sequence[tuple[int, int]]
 """(address, bytes) of each part of one object, in order."""
+
+
+Layout = Callable[[int], tuple[int, Sequence[Part]]]
+"""From an object's size to (the result to return, which part of it goes where). Raises what is wrong with it."""
+
+
+class ReadRequest(NamedTuple):
+    """One object to be read: all of it into ``parts``, or as ``layout`` says where that is given."""
+
+    key: str
+    parts: Sequence[Part] = ()
+    layout: Layout | None = None
+
+    def laid_out(self, size: int) -> tuple[int, Sequence[Part]]:
+        if self.layout is not None:
+            return self.layout(size)
+        parts = self.parts
+        if len(parts) == 1 and parts[0].nbytes == size:  # mostly
+            return size, parts
+        capacity = sum(part.nbytes for part in parts)
+        if capacity < size:
+            raise InvalidBuffer(
+                f"has {size} bytes and the buffer given for it {capacity}",
+                where=f"object {self.key!r}",
+                hint="give a larger buffer, or get a range",
+            )
+        used = []
+        for part in parts:
+            if part.offset >= size:
+                break
+            used.append(part._replace(nbytes=min(part.nbytes, size - part.offset)))
+        return size, used
+
+
+class ReadRequests(Protocol):
+    """Requests by number. Asking for one may raise what is wrong with it, an `EgmError`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, at: int, /) -> ReadRequest: ...
+    def keys(self, numbers: Sequence[int], /) -> list[str]: ...
+    def whole(self, at: int, /) -> Part | None:
+        """Where all of an object goes, if that is one place; None: the request says it."""
+
+
+class ReadList:
+    """Requests that are made already."""
+
+    def __init__(self, requests: Sequence[ReadRequest]) -> None:
+        self._requests = requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, at: int) -> ReadRequest:
+        return self._requests[at]
+
+    def keys(self, numbers: Sequence[int]) -> list[str]:
+        return [self._requests[number].key for number in numbers]
+
+    def whole(self, at: int) -> Part | None:
+        return None
+
+
+class WriteRequest(NamedTuple):
+    """One object to be written: from ``parts``, or by ``custom`` (targets of all replicas, stream) where given."""
+
+    key: str
+    nbytes: int
+    parts: Sequence[Part] = ()
+    custom: Callable[[Sequence[Target], int | None], Completion] | None = None
+
+
+class WriteRequests(Protocol):
+    """Requests by number. Asking for one may raise what is wrong with it, an `EgmError`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, at: int, /) -> WriteRequest: ...
 
 
 def parts_of(buffers: Buffers, pieces: BufferList) -> list[Part]:
@@ -94,8 +176,13 @@ class Writes:
         key = self._keys[at]
         if self._first and self._first[key] != at:
             raise ObjectExists("is put twice in this batch", where=f"object {key!r}")
-        parts = parts_of(self._buffers, self._lists[at])
-        total = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
+        pieces = self._lists[at]
+        if len(pieces) == 1:  # mostly
+            address, total = pieces[0]
+            parts: Sequence[Part] = (_make(Part, (0, address, total, self._buffers.find(address, total))),)
+        else:
+            parts = parts_of(self._buffers, pieces)
+            total = sum([part.nbytes for part in parts])
         if not key or total == 0:
             raise InvalidRequest("keys are not empty, and objects have at least one byte", where=f"object {key!r}")
         made: WriteRequest = _make(WriteRequest, (key, total, parts, None))

@@ -11,8 +11,8 @@ from egmctl.consumer.gather import Entries, scatter, zero
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import is_transient
 from egmctl.consumer.pins import Target
+from egmctl.consumer.requests import WriteRequest
 from egmctl.consumer.session import Session
-from egmctl.consumer.writer import WriteRequest
 from egmctl.errors import EgmError
 
 __all__ = ["gather_objects", "scatter_request"]

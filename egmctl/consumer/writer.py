@@ -10,21 +10,22 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from egmctl.consumer.engine import Engine, Routes, must_ask, running_dry, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Requested, Reserved, is_transient
 from egmctl.consumer.pins import Again, Pins, Target
-from egmctl.consumer.publishing import Flight, Publishing, WriteRequest
+from egmctl.consumer.publishing import Flight, Publishing
 from egmctl.consumer.reader import is_bound
+from egmctl.consumer.requests import WriteRequest, WriteRequests
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
 
-__all__ = ["WriteRequest", "WriteRequests", "WriteRound"]
+__all__ = ["WriteRound"]
 
-
+_make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
 _AHEAD = 2  # pieces asked for beyond the next to be copied
 
 
@@ -39,13 +40,6 @@ class _Piece:
     flights: list[Flight]
     completion: Completion
     deadline: float
-
-
-class WriteRequests(Protocol):
-    """Requests by number. Asking for one may raise what is wrong with it, an `EgmError`."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, at: int, /) -> WriteRequest: ...
 
 
 class WriteRound:
@@ -109,11 +103,11 @@ class WriteRound:
 
     def _ask(self, todo: Sequence[int]) -> tuple[list[tuple[int, WriteRequest]], Requested | None, float]:
         requests: list[tuple[int, WriteRequest]] = []
-        oversize = self._engine.oversize
+        oversize = self._engine.oversize if self._engine.oversize.active else None
         for number in todo:
             try:
                 request = self._requests[number]
-                refusal = oversize.refusal(request.key, request.nbytes) if oversize.active else None
+                refusal = None if oversize is None else oversize.refusal(request.key, request.nbytes)
                 if refusal is not None:
                     raise refusal
                 requests.append((number, request))
@@ -143,7 +137,7 @@ class WriteRound:
                 continue
             try:
                 if self._launch_simple(request, reserved, routes):
-                    flights.append(Flight(index, request, reserved))
+                    flights.append(_make(Flight, (index, request, reserved)))
                     continue
                 targets = self._targets(reserved)
                 if request.custom is not None:

@@ -329,3 +329,25 @@ def test_a_gather_by_a_gpu_goes_to_other_replicas(master: Master, gpu: Gpu, kind
             with pytest.raises(BadOffset):
                 session.gather([SIZE], 64, destination, keys=["k0"])
             assert pair.copies == 1
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["when it is queued", "when it is waited for"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_batch_gets_all_that_another_provider_has(pair: Pair, which: int, late: bool) -> None:
+    keys = pair.one_at_each()
+    single = [f"s{number}" for number in range(12)]
+    pair.put(*single, replicas=1)
+    broken = pair.endpoints[which]
+    lost = {key for key in single if pair.endpoint(key) == broken}
+    assert 0 < len(lost) < len(single)
+    pair.broken, pair.late = {broken}, late
+    every = [*keys, *single]
+    results = pair.store.batch_get_into(
+        every, [pair.memory.address + SIZE * at for at in range(len(every))], [SIZE] * len(every)
+    )
+    for at, (key, result) in enumerate(zip(every, results, strict=True)):
+        if key in lost:
+            assert isinstance(result, CudaError), key
+        else:
+            assert result == SIZE, key
+            assert pair.memory.read(SIZE * (at + 1))[SIZE * at :] == payload(key, SIZE), key

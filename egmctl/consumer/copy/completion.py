@@ -16,7 +16,7 @@ __all__ = ["Finished", "Submitted"]
 
 _HOT = 100e-6  # seconds for which the event is looked at again and again: a nap alone would take as long
 _PROMPT_HOT = 1e-3  # the same for a copy that is soon over
-_NAP = 0.01  # of what has been waited: the end is seen that much late, at most
+_NAP = 0.004  # of what has been waited: the end is seen that much late, at most
 _LONGEST_NAP = 1e-3
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from tests.benchmarks.store.here import Here, at_once, device_address, in_flight
-from tests.benchmarks.store.world import KIB, MIB, World
+from tests.benchmarks.store.world import KIB, MIB, World, on_a_cpu_of_its_own
 
 __all__ = ["batches", "large"]
 
@@ -177,7 +177,7 @@ def _spread(times: list[float]) -> dict[str, float]:
 
 def batches(world: World) -> None:
     """Many objects of 1 MiB in one call, from the call to its return."""
-    with Here(world, 2) as here:
+    with Here(world, 2) as here, on_a_cpu_of_its_own():
         rates = here.raw_rates()
         count, size = here.scale.batch
         total = count * size
