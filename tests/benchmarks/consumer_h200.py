@@ -5,9 +5,11 @@
 A real Master, a ``cuda-posix`` pool of a real agent, a stock Mooncake client; every part runs in a process of its own,
 with a time limit, so that one which fails leaves the others be. The Master has one CPU, and it to itself: left alone it
 hands each request from thread to thread over all CPUs, and on an idle virtual machine each of these takes its time to
-wake (``--spread-master`` measures that). Where one thread is measured (parts 2, 4 and 5) it has one, too. Figures are medians of repeated runs, each from the
-call in Python to its return, with the first ones left out. GB is 10**9 bytes. ``--rehearse`` runs all of it in small on
-a model of the driver: it shows that the program works, and its figures mean nothing.
+wake (``--spread-master`` measures that). Where one thread is measured (parts 2, 4 and 5) it has one, too.
+
+Figures are medians of repeated runs, each from the call in Python to its return, with the first ones left out. GB is
+10**9 bytes. ``--rehearse`` runs all of it in small on a model of the driver: it shows that the program works, and its
+figures mean nothing.
 
 Wrong bytes anywhere end the part they were found in, and the program with 1, as does a target that is not met.
 """
