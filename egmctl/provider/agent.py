@@ -25,7 +25,7 @@ from egmctl.ledger import ChunkRow, Ledger, OwnerLock, boot_id, read_only, start
 from egmctl.paths import Paths
 from egmctl.planning import Plan
 from egmctl.provider.control import ALIVE_SECONDS, ControlServer, group_id
-from egmctl.provider.folders import network_file_system, prepare
+from egmctl.provider.folders import check_passable, network_file_system, prepare
 from egmctl.provider.health import HealthServer, trouble
 from egmctl.provider.log import lasting_streams
 from egmctl.provider.messages import hung_up, line
@@ -58,6 +58,8 @@ class Agent:
         name, paths = self.plan.pool, self.paths
         group = group_id(self.plan.group)
         prepare(paths)
+        if self.plan.group is not None and group is not None:
+            check_passable(paths.runtime, self.plan.group, group)
         self.lock = OwnerLock.acquire(paths.lock(name), name, "the pool's agent", patience=2.0)
         self.health: HealthServer | None = None
         try:

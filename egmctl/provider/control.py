@@ -15,6 +15,7 @@ from typing import Any
 from egmctl.errors import EgmError, FailedError, PreflightError, UsageError
 from egmctl.ledger import is_running, start_time
 from egmctl.provider import messages
+from egmctl.provider.folders import own_folders
 from egmctl.provider.operator import Job, Operator
 from egmctl.provider.pool import Pool
 from egmctl.provider.progress import ProgressEvent
@@ -95,9 +96,8 @@ class ControlServer:
                 with step("provider.control.share", group=self._group):
                     os.chown(self.path, -1, self._group)
                     os.chmod(self.path, 0o660)
-                    for folder in (self.path.parent, self.path.parent.parent):
-                        if folder == self.path.parent or folder.name.startswith("egmctl"):
-                            os.chmod(folder, 0o711)  # noqa: S103 - to be passed through, not listed
+                    for folder in own_folders(self.path.parent):
+                        os.chmod(folder, 0o711)  # noqa: S103 - to be passed through, not listed
             with step("provider.control.listen"):
                 listener.listen(128)
         except OSError as error:

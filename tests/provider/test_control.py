@@ -262,7 +262,6 @@ for op in ("status", "export", "mount", "teardown"):
 
 
 def ask_as(paths: Paths, gid: int) -> list[str]:
-    paths.runtime.parent.chmod(0o711)  # the test's own folder above
     command = [sys.executable, "-c", ASK_AS, str(paths.socket("dev")), str(gid)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert not done.stderr
@@ -276,6 +275,7 @@ def test_another_user_is_let_in_only_by_the_group_of_the_spec_and_never_to_chang
     import grp
 
     group = next(entry for entry in grp.getgrall() if entry.gr_gid not in (0, 65534))
+    paths.runtime.parent.chmod(0o711)  # the test's own folder above
     with agent_here(small_plan(quick_master, chunks=1), paths) as agent:
         run(agent, "provision", agent.pool.provision)
         assert ask_as(paths, group.gr_gid) == ["denied"]
@@ -293,6 +293,19 @@ def test_a_group_that_does_not_exist_is_refused_before_anything(quick_master: Ma
         provision(small_plan(quick_master, group="nobody-has-this"), paths)
     assert caught.value.exit_code == 3
     assert pool_status(paths) == []
+
+
+def test_a_group_that_cannot_reach_the_socket_is_refused_before_anything(quick_master: Master, paths: Paths) -> None:
+    import grp
+
+    group = next(entry for entry in grp.getgrall() if entry.gr_gid != os.getegid())
+    above = paths.runtime.parent  # private, as /run/user/UID is
+    with pytest.raises(EgmError, match=f"group '{group.gr_name}' cannot reach .* {above} is closed") as caught:
+        provision(small_plan(quick_master, group=group.gr_name), paths)
+    assert caught.value.exit_code == 3
+    assert "XDG_RUNTIME_DIR" in caught.value.hint
+    assert pool_status(paths) == []
+    assert nothing_left(paths) == []
 
 
 def test_no_handle_or_secret_is_in_ledger_log_or_status(quick_master: Master, paths: Paths) -> None:
