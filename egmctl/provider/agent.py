@@ -22,7 +22,8 @@ from egmctl.errors import CleanupPendingError, EgmError, FailedError
 from egmctl.ledger import ChunkRow, Ledger, OwnerLock, boot_id, read_only, start_time
 from egmctl.paths import Paths
 from egmctl.planning import Plan
-from egmctl.provider.control import ALIVE_SECONDS, ControlServer, group_id
+from egmctl.provider.access import group_id
+from egmctl.provider.control import ALIVE_SECONDS, ControlServer
 from egmctl.provider.folders import check_passable, network_file_system, prepare
 from egmctl.provider.health import HealthServer, trouble
 from egmctl.provider.log import lasting_streams
