@@ -8,10 +8,14 @@ __all__ = ["run"]
 def run() -> int:
     """The command line of this process; its exit code."""
     try:
+        from egmctl.cli.starting import leave_when_interrupted
+
+        leave_when_interrupted()
         from egmctl.cli.main import main
+
+        return main()
     except KeyboardInterrupt:
         return 130
-    return main()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from egmctl.cli.starting import command_begins
+
 if TYPE_CHECKING:
     # For types only: typer 0.26 and later carry a copy of click instead of requiring it.
     from click import Context, HelpFormatter, Parameter
@@ -125,6 +127,10 @@ def _write_literal(formatter: HelpFormatter, title: str, text: str) -> None:
 
 class Command(TyperCommand, _Help):
     """A command with the global options among its own."""
+
+    def invoke(self, ctx: Context) -> Any:
+        command_begins()
+        return super().invoke(ctx)
 
     def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
         self.write_options(self.get_params(ctx), ctx, formatter)

@@ -53,6 +53,9 @@ def _guarded(arguments: list[str], output: Output) -> int:
         output.note("egmctl: interrupted")
         return INTERRUPTED
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python before 3.12 wraps what comes in a __set_name__
+            output.note("egmctl: interrupted")
+            return INTERRUPTED
         failure = _defect(output, error)
     output.error(failure)
     if output.json:

@@ -114,6 +114,12 @@ class PoolRecord:
         return tuple(row for row in self.chunks if row.state not in ENDED_CHUNK)
 
     @property
+    def nothing_begun(self) -> bool:
+        """Whether it says "provisioning" and lists nothing that may exist: its agent got no further, or back here."""
+        resources = any(row.state in ("intended", "present") for row in self.resources)
+        return self.state == "provisioning" and not (self.live_chunks or self.live_segments or resources)
+
+    @property
     def masters(self) -> tuple[str, ...]:
         """Masters that a chunk was offered to and that may still name it."""
         return tuple(sorted({row.master for row in self.live_segments}))

@@ -1,24 +1,19 @@
 """The endpoint of a pool: answers whoever asks for the segment descriptor, in Mooncake's P2P handshake.
 
-A message is its length (u64, little-endian, the type byte counted), a type byte, and JSON. One thread serves all peers
-without blocking on any: each has a deadline, messages and peers are bounded, and the peer that has been there longest
-gives way when a new one comes. Nothing a peer sends is kept.
+A message is its length (u64, little-endian, the type byte counted), a type byte, and JSON. Messages are bounded, and
+nothing a peer sends is kept.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import selectors
 import socket
 import struct
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from egmctl.errors import FailedError
+from egmctl.mooncake.answering import AnsweringServer
 from egmctl.mooncake.descriptor import MAX_DESCRIPTOR_BYTES, DescriptorError, SegmentDescriptor, parse_descriptor
 from egmctl.mooncake.listening import format_endpoint, listen, split_endpoint
 from egmctl.steps import step
@@ -44,16 +39,7 @@ class EndpointUnreachable(FailedError):
     code = "endpoint-unreachable"
 
 
-@dataclass
-class _Peer:
-    sock: socket.socket
-    deadline: float
-    received: bytearray = field(default_factory=bytearray)
-    reply: memoryview | None = None
-    finishing: bool = False
-
-
-class HandshakeServer:
+class HandshakeServer(AnsweringServer):
     """Serves ``provide()``, the descriptor as it is now (bytes; empty while there is none), at ``host:port``.
 
     The socket listens when the constructor returns; ``port`` 0 takes a free one. ``host`` is what consumers are told;
@@ -72,34 +58,22 @@ class HandshakeServer:
         max_buffered: int = 64 << 20,
     ) -> None:
         self._provide = provide
-        self._peer_timeout = peer_timeout
-        self._max_peers = max_peers
-        self._max_buffered = max_buffered
-        self._buffered = 0
-        self._peers: OrderedDict[int, _Peer] = OrderedDict()
-        self._closing = False
         self._closed = False
         self.answered = 0
         """Descriptors sent, for status and tests."""
-        self._listener = listen(host, port)
+        listener = listen(host, port)
         self.host = host
-        self.port: int = self._listener.getsockname()[1]
+        self.port: int = listener.getsockname()[1]
         self.endpoint = format_endpoint(host, self.port)
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=f"handshake-{self.port}", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            for each in (self._selector, self._listener, self._wake_read, self._wake_write):
-                each.close()
-            raise FailedError(
-                f"no thread for the endpoint: {error}",
-                where=self.endpoint,
-                hint="raise the limit of processes (ulimit -u, or the container's pids limit)",
-            ) from error
+        super().__init__(
+            listener,
+            name=f"handshake-{self.port}",
+            what="endpoint",
+            where=self.endpoint,
+            timeout=peer_timeout,
+            max_peers=max_peers,
+            max_buffered=max_buffered,
+        )
 
     def __enter__(self) -> HandshakeServer:
         return self
@@ -112,144 +86,35 @@ class HandshakeServer:
         if self._closed:
             return
         with step("handshake.close", port=self.port):
-            self._closing = True
-            with contextlib.suppress(OSError):
-                self._wake_write.send(b"x")
-            self._thread.join()
-            self._wake_write.close()
-            self._wake_read.close()
+            self.stop()
             self._closed = True
 
-    def _run(self) -> None:
+    def answer(self, received: bytearray) -> bytes | None:
+        if len(received) < _HEADER.size:
+            return None
+        (length,) = _HEADER.unpack_from(received)
+        if not 1 <= length <= MAX_DESCRIPTOR_BYTES:
+            return b""
+        if len(received) < _HEADER.size + length:
+            return None
+        kind = received[_HEADER.size]
         try:
-            while not self._closing:
-                self._expire()
-                accepting = True
-                for key, _ in self._selector.select(self._patience()):
-                    if key.fileobj is self._listener:
-                        accepting = self._accept()
-                    elif key.fileobj is not self._wake_read:
-                        peer = self._peers.get(key.fd)
-                        if peer is not None and peer.sock is key.fileobj:
-                            self._serve(peer)
-                if not accepting:  # out of descriptors: leave the backlog alone for a moment instead of spinning
-                    time.sleep(0.05)
-        finally:
-            for peer in list(self._peers.values()):
-                self._drop(peer)
-            self._selector.close()
-            self._listener.close()
-
-    def _patience(self) -> float | None:
-        oldest = next(iter(self._peers.values()), None)
-        return None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        while self._peers:
-            oldest = next(iter(self._peers.values()))
-            if oldest.deadline > now:
-                return
-            self._drop(oldest)
-
-    def _accept(self) -> bool:
-        for _ in range(64):
-            try:
-                sock, _address = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return True
-            except OSError:
-                return False
-            sock.setblocking(False)
-            while len(self._peers) >= self._max_peers:
-                self._drop(next(iter(self._peers.values())))
-            # Every peer has the same time, so insertion order is the order of deadlines.
-            self._peers[sock.fileno()] = _Peer(sock, time.monotonic() + self._peer_timeout)
-            self._selector.register(sock, selectors.EVENT_READ)
-        return True
-
-    def _drop(self, peer: _Peer) -> None:
-        self._peers.pop(peer.sock.fileno(), None)
-        self._buffered -= len(peer.received)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(peer.sock)
-        peer.sock.close()
-
-    def _serve(self, peer: _Peer) -> None:
-        try:
-            if peer.reply is not None:
-                self._send(peer)
-            elif peer.finishing:
-                if not peer.sock.recv(_RECEIVE):
-                    self._drop(peer)
-            else:
-                self._receive(peer)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._drop(peer)
-
-    def _receive(self, peer: _Peer) -> None:
-        data = peer.sock.recv(_RECEIVE)
-        if not data:
-            self._drop(peer)
-            return
-        peer.received += data
-        self._buffered += len(data)
-        if len(peer.received) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(peer.received)
-            if not 1 <= length <= MAX_DESCRIPTOR_BYTES:
-                self._drop(peer)
-                return
-            if len(peer.received) >= _HEADER.size + length:
-                self._answer(peer, length)
-                return
-        if self._buffered > self._max_buffered:
-            self._drop(max(self._peers.values(), key=lambda each: len(each.received)))
-
-    def _answer(self, peer: _Peer, length: int) -> None:
-        kind = peer.received[_HEADER.size]
-        body = bytes(peer.received[_HEADER.size + 1 : _HEADER.size + length])
-        self._buffered -= len(peer.received)
-        peer.received = bytearray()
-        try:
-            json.loads(body)
+            json.loads(bytes(received[_HEADER.size + 1 : _HEADER.size + length]))
         except (ValueError, RecursionError):
-            self._drop(peer)
-            return
+            return b""
         if kind == METADATA:
             try:
-                answer = self._provide()
+                reply = self._provide()
             except Exception:  # whatever the owner's function does, the endpoint stays up for the next peer
-                answer = b""
-            if not answer:
-                self._drop(peer)
-                return
+                reply = b""
+            if not reply:
+                return b""
             self.answered += 1
         else:
-            kind, answer = _FIXED_ANSWERS.get(kind, _FIXED_ANSWERS[CONNECTION])
-        if not answer.endswith(b"\n"):
-            answer += b"\n"
-        peer.reply = memoryview(_HEADER.pack(len(answer) + 1) + bytes((kind,)) + answer)
-        self._send(peer)
-
-    def _send(self, peer: _Peer) -> None:
-        reply = peer.reply
-        if reply is None:
-            return
-        try:
-            peer.reply = reply = reply[peer.sock.send(reply) :]
-        except BlockingIOError:
-            pass
-        if reply:
-            self._selector.modify(peer.sock, selectors.EVENT_WRITE)
-            return
-        peer.reply = None
-        peer.finishing = True
-        # Now the asker closes; closing first could reset the connection under an answer not read yet. The deadline
-        # bounds the wait.
-        peer.sock.shutdown(socket.SHUT_WR)
-        self._selector.modify(peer.sock, selectors.EVENT_READ)
+            kind, reply = _FIXED_ANSWERS.get(kind, _FIXED_ANSWERS[CONNECTION])
+        if not reply.endswith(b"\n"):
+            reply += b"\n"
+        return _HEADER.pack(len(reply) + 1) + bytes((kind,)) + reply
 
 
 def fetch_descriptor(endpoint: str, timeout: float = 5.0) -> SegmentDescriptor:

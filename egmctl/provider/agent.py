@@ -9,23 +9,22 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from egmctl.errors import CleanupPendingError, EgmError, FailedError
 from egmctl.ledger import ChunkRow, Ledger, OwnerLock, boot_id, read_only, start_time
 from egmctl.paths import Paths
 from egmctl.planning import Plan
-from egmctl.provider.control import ALIVE_SECONDS, ControlServer, group_id
-from egmctl.provider.folders import network_file_system, prepare
+from egmctl.provider.access import group_id
+from egmctl.provider.control import ALIVE_SECONDS, ControlServer
+from egmctl.provider.folders import check_passable, network_file_system, prepare
 from egmctl.provider.health import HealthServer, trouble
 from egmctl.provider.log import lasting_streams
 from egmctl.provider.messages import hung_up, line
@@ -35,6 +34,7 @@ from egmctl.provider.parts import Live
 from egmctl.provider.pool import ENDED, Pool
 from egmctl.provider.progress import Progress, ProgressEvent, silent
 from egmctl.provider.report import live_report
+from egmctl.provider.stop_signals import StopSignals
 from egmctl.provider.task import Task
 from egmctl.provider.tending import Tender
 
@@ -58,11 +58,14 @@ class Agent:
         name, paths = self.plan.pool, self.paths
         group = group_id(self.plan.group)
         prepare(paths)
-        self.lock = OwnerLock.acquire(paths.lock(name), name, "the pool's agent", patience=2.0)
+        if self.plan.group is not None and group is not None:
+            check_passable(paths.runtime, self.plan.group, group)
         self.health: HealthServer | None = None
-        try:
+        with ExitStack() as undo:
+            self.lock = OwnerLock.acquire(paths.lock(name), name, "the pool's agent", patience=2.0)
+            undo.callback(self.lock.release)
             left = read_only(paths.ledger(name))
-            if left is not None and left.state not in ENDED:
+            if left is not None and left.state not in ENDED and not left.nothing_begun:
                 raise CleanupPendingError(
                     f"an agent that is gone (pid {left.agent_pid}) left it {left.state}",
                     where=f"pool {name}",
@@ -70,6 +73,7 @@ class Agent:
                 )
             if self.plan.health_addr is not None:
                 self.health = HealthServer(self.plan.health_addr)
+                undo.callback(self.health.close)
             pid = os.getpid()
             self.ledger = Ledger.create(
                 paths.ledger(name),
@@ -83,11 +87,14 @@ class Agent:
                 agent_started=start_time(pid) or 0,
                 boot_id=boot_id(),
             )
-        except BaseException:
-            if self.health is not None:
-                self.health.close()
-            self.lock.release()
-            raise
+            undo.callback(self.ledger.close)
+            undo.callback(self._never_mind)
+            self._start(group)
+            undo.pop_all()
+        return self
+
+    def _start(self, group: int | None) -> None:
+        name, paths = self.plan.pool, self.paths
         live = Live(engine_log=sys.stderr.fileno() if _has_fileno(sys.stderr) else None)
         self.pool = Pool(self.ledger, self.plan, paths, live)
         remote = network_file_system(paths.state)
@@ -99,11 +106,25 @@ class Agent:
         self.operator = Operator(self.pool, self._tender.tick)
         self.control = ControlServer(paths.socket(name), self.pool, self.operator, group)
         live.control = self.control
-        self.operator.start()
         if self.health is not None:
             live.health = self.health.url
             self.health.tell_of(self.pool, self.operator)
-        return self
+        try:
+            self.operator.start()
+        except RuntimeError as error:
+            raise FailedError(
+                f"no thread for the agent's worker: {error}",
+                where=f"pool {name}",
+                hint="raise the limit of processes (ulimit -u, or the container's pids limit)",
+            ) from error
+
+    def _never_mind(self) -> None:
+        """Of a pool that has not come to its first stage the ledger says that it is gone; where that cannot be written,
+        the next provision takes it over."""
+        with suppress(EgmError):
+            if self.ledger.pool().nothing_begun:
+                with self.ledger.record("provision did not begin") as ledger:
+                    ledger.set_pool(state="gone", goal="gone", agent_pid=0)
 
     def __exit__(self, *exc: object) -> None:
         self.control.drain(2.0)
@@ -113,6 +134,7 @@ class Agent:
         if self.pool.live is not None and self.pool.live.heartbeat is not None:
             self.pool.live.heartbeat.stop()
         self.control.close()
+        self._never_mind()
         self.pool.close()
         self.lock.release()
 
@@ -144,36 +166,6 @@ class Agent:
         return self.operator.submit(Job(Task(name, self.who, progress, cancelled, hurried), result))
 
 
-class _Signals:
-    """Counts requests to stop. ``wake`` is set by each."""
-
-    def __init__(self, *, interactive: bool) -> None:
-        self.count = 0
-        self.wake = threading.Event()
-        self._interactive = interactive
-        wanted = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup(1) has it
-            wanted.append(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._take) for number in wanted}
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        self.wake.set()
-        if self._interactive and number == signal.SIGINT and self.count > 2:
-            # Memory goes with the process; the ledger has what is left at the Master.
-            os.write(2, b"egmctl: stopped at once; run `egmctl teardown` to clean up what is left\n")
-            os._exit(CleanupPendingError.exit_code)
-
-    def pause(self) -> None:
-        """A moment, shorter when a signal comes."""
-        if self.wake.wait(0.1):
-            self.wake.clear()
-
-    def restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
 def run_agent(
     plan: Plan,
     paths: Paths,
@@ -195,7 +187,7 @@ def run_agent(
     closed) tear down gracefully; a second one at once; with ``interactive`` a third SIGINT ends the process where it
     is.
     """
-    signals = _Signals(interactive=interactive)
+    signals = StopSignals(interactive=interactive)
     # A detached agent is not what its starter's supervisor supervises.
     notifier = Notifier(None if interactive else {})
     error: EgmError | None = None
@@ -229,7 +221,7 @@ def _carry_out(
     agent: Agent,
     name: str,
     run: Callable[[Task], None],
-    signals: _Signals,
+    signals: StopSignals,
     progress: Progress,
     cancelled: Callable[[], bool],
     alive: Callable[[], None],
@@ -245,7 +237,7 @@ def _carry_out(
     job.wait()
 
 
-def _own(agent: Agent, signals: _Signals, grace: float, notifier: Notifier) -> None:
+def _own(agent: Agent, signals: StopSignals, grace: float, notifier: Notifier) -> None:
     """Until nothing is owned any more. A teardown asked for by a signal, or left unfinished where nobody can ask for it
     again, is tried until it is done."""
     job: Job | None = None

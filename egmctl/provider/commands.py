@@ -47,7 +47,8 @@ def provision(
     left of one, `StalePlanError` and `PreflightError` when this machine cannot.
     """
     record = read_only(paths.ledger(plan.pool))
-    if record is not None and record.state not in ENDED:
+    taken_over = record is not None and record.nothing_begun and not agent_alive(record)
+    if record is not None and record.state not in ENDED and not taken_over:
         return _existing(record, plan, paths, mount, progress)
     holder = holder_of(paths.lock(plan.pool))
     if holder is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -12,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from egmctl.errors import EgmError, FailedError, PreflightError, UsageError
+from egmctl.errors import BusyError, EgmError, FailedError, PreflightError, UsageError
 from egmctl.ledger import is_running, start_time
 from egmctl.provider import messages
+from egmctl.provider.access import Peer, peer_of
+from egmctl.provider.folders import own_folders
 from egmctl.provider.operator import Job, Operator
 from egmctl.provider.pool import Pool
 from egmctl.provider.progress import ProgressEvent
@@ -22,9 +23,12 @@ from egmctl.provider.report import check_report, live_report
 from egmctl.provider.task import Task
 from egmctl.steps import step
 
-__all__ = ["ALIVE_SECONDS", "ControlServer", "group_id"]
+__all__ = ["ALIVE_SECONDS", "ControlServer"]
 
 MAX_CLIENTS = 256
+RESERVED = 64
+"""Of these, places that neither watchers nor other users take: whoever has to tear the pool down gets in."""
+
 IDLE_SECONDS = 60.0
 SEND_SECONDS = 5.0
 ALIVE_SECONDS = 2.0
@@ -32,30 +36,6 @@ ALIVE_SECONDS = 2.0
 
 FDS_A_MESSAGE = 64
 _OWNERS_ONLY = frozenset({"mount", "teardown"})
-
-
-def group_id(name: str | None) -> int | None:
-    """The number of the group that a spec lets in. Raises `PreflightError` for one that does not exist."""
-    if name is None:
-        return None
-    import grp
-
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        raise PreflightError(f"there is no group {name!r}", where="group", hint="see /etc/group") from None
-
-
-def _in_group(uid: int, gid: int, group: int) -> bool:
-    import pwd
-
-    if gid == group:
-        return True
-    try:
-        user = pwd.getpwuid(uid)
-        return group in os.getgrouplist(user.pw_name, user.pw_gid)
-    except KeyError:
-        return False
 
 
 class ControlServer:
@@ -69,6 +49,7 @@ class ControlServer:
         self._listener: socket.socket | None = None
         self._mutex = threading.Lock()
         self._clients: dict[socket.socket, threading.Thread] = {}
+        self._guests: set[socket.socket] = set()  # of the clients, watchers and other users
         self._watchers: dict[socket.socket, threading.Lock] = {}
 
     @property
@@ -95,9 +76,8 @@ class ControlServer:
                 with step("provider.control.share", group=self._group):
                     os.chown(self.path, -1, self._group)
                     os.chmod(self.path, 0o660)
-                    for folder in (self.path.parent, self.path.parent.parent):
-                        if folder == self.path.parent or folder.name.startswith("egmctl"):
-                            os.chmod(folder, 0o711)  # noqa: S103 - to be passed through, not listed
+                    for folder in own_folders(self.path.parent):
+                        os.chmod(folder, 0o711)  # noqa: S103 - to be passed through, not listed
             with step("provider.control.listen"):
                 listener.listen(128)
         except OSError as error:
@@ -152,41 +132,46 @@ class ControlServer:
         while self._listener is listener:
             try:
                 sock, _ = listener.accept()
+                peer = peer_of(sock)
             except OSError:
                 if self._listener is not listener:
                     return
                 threading.Event().wait(0.1)  # out of descriptors: leave the backlog alone for a moment
                 continue
             with self._mutex:
-                if len(self._clients) >= MAX_CLIENTS:
+                if len(self._clients) >= MAX_CLIENTS or not (peer.owner or self._room_for_guests()):
                     sock.close()
                     continue
-                thread = threading.Thread(target=self._serve, args=(sock,), name="control-client", daemon=True)
+                if not peer.owner:
+                    self._guests.add(sock)
+                thread = threading.Thread(target=self._serve, args=(sock, peer), name="control-client", daemon=True)
                 self._clients[sock] = thread
             try:
                 thread.start()
             except RuntimeError:
                 self._forget(sock)
 
+    def _room_for_guests(self) -> bool:
+        return len(self._guests) < MAX_CLIENTS - RESERVED
+
     def _forget(self, sock: socket.socket) -> None:
         with self._mutex:
             self._clients.pop(sock, None)
+            self._guests.discard(sock)
             self._watchers.pop(sock, None)
         sock.close()
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, peer: Peer) -> None:
         try:
-            pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            owner = uid in (0, os.geteuid())
-            if not owner and (self._group is None or not _in_group(uid, gid, self._group)):
-                self._refuse(sock, UsageError(f"uid {uid} may not use this pool", where=f"pool {self._pool.name}"))
+            if not peer.owner and not peer.in_group(self._group):
+                self._refuse(sock, UsageError(f"uid {peer.uid} may not use this pool", where=f"pool {self._pool.name}"))
                 return
             reader = messages.LineReader(sock)
             while True:
                 request = reader.read(IDLE_SECONDS)
                 if request is None:
                     return
-                self._answer(sock, reader, request, f"pid {pid} (uid {uid})", owner, pid)
+                self._answer(sock, reader, request, peer)
         except ValueError as error:
             self._refuse(sock, UsageError(f"not a request: {error}", where="control socket"))
         except OSError:
@@ -208,29 +193,21 @@ class ControlServer:
         if data:
             sock.sendall(data)
 
-    def _answer(
-        self,
-        sock: socket.socket,
-        reader: messages.LineReader,
-        request: dict[str, Any],
-        who: str,
-        owner: bool,
-        pid: int,
-    ) -> None:
+    def _answer(self, sock: socket.socket, reader: messages.LineReader, request: dict[str, Any], peer: Peer) -> None:
         operation = request.get("op")
         handlers: dict[str, Callable[[], dict[str, Any] | None]] = {
             "status": lambda: live_report(self._pool, self._operator.current()),
             "check": lambda: check_report(self._pool),
-            "export": lambda: self._export(sock, request, pid),
+            "export": lambda: self._export(sock, request, peer.pid),
             "watch": lambda: self._watch(sock),
-            "mount": lambda: self._mount(sock, request, who),
-            "teardown": lambda: self._teardown(sock, request, who),
+            "mount": lambda: self._mount(sock, request, str(peer)),
+            "teardown": lambda: self._teardown(sock, request, str(peer)),
         }
         handler = handlers.get(operation) if isinstance(operation, str) else None
         try:
             if handler is None:
                 raise UsageError(f"unknown operation {str(operation)[:40]!r}", where="control socket")
-            if operation in _OWNERS_ONLY and not owner:
+            if operation in _OWNERS_ONLY and not peer.owner:
                 raise UsageError(f"{operation} is for the pool's owner", where=f"pool {self._pool.name}")
             result = handler()
         except EgmError as error:
@@ -306,6 +283,13 @@ class ControlServer:
         result = {"nonce": self._pool.record_now().nonce, "pool": self._pool.name}
         with gate:  # whoever withdraws waits for the answer to be out first
             with self._mutex:
+                if sock not in self._guests and not self._room_for_guests():
+                    raise BusyError(
+                        f"{len(self._guests)} watchers and other users are connected already",
+                        where=f"pool {self._pool.name}",
+                        hint="end some of them, or try again later",
+                    )
+                self._guests.add(sock)
                 self._watchers[sock] = gate
             self._send(sock, {"ok": True, "result": result})
 

@@ -3,25 +3,20 @@
 ``/healthz`` is 200 while the agent's worker and heartbeat go on, whatever the Master does (a restart would not help
 there, and would lose the memory). ``/readyz`` is 200 only when the pool is ready. ``/metrics`` is for Prometheus and
 needs the extra ``egmctl[metrics]``. All is read; nothing can be changed from here.
-
-One thread serves all clients without blocking on any: a request is small, each client has a deadline, and the one that
-has been there longest gives way when there are too many.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import selectors
-import socket
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from egmctl.errors import FailedError, PreflightError
+from egmctl.errors import PreflightError
+from egmctl.mooncake.answering import AnsweringServer
+from egmctl.mooncake.listening import format_endpoint, listen
+from egmctl.planning.addresses import parse_listen_address
 from egmctl.steps import step
 
 if TYPE_CHECKING:
@@ -39,7 +34,6 @@ SLOWEST_ALLOCATION = 512 << 20
 measured at eight times this."""
 
 MAX_REQUEST = 8 << 10
-_RECEIVE = 16 << 10
 _REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -99,31 +93,19 @@ def _readyz(pool: Pool, operator: Operator) -> _Answer:
     return _json(200 if ready else 503, document)
 
 
-@dataclass
-class _Client:
-    sock: socket.socket
-    deadline: float
-    received: bytearray = field(default_factory=bytearray)
-    reply: memoryview | None = None
-    finishing: bool = False
-
-
-class HealthServer:
+class HealthServer(AnsweringServer):
     """Listens at ``address`` (as in a spec's ``health_addr``) from its construction on, and tells of a pool once it is
     given one (`tell_of`); before, it says 503. ``url`` is where.
 
     Raises `PreflightError` when the port is taken, naming the holder."""
 
     def __init__(self, address: str, *, client_timeout: float = 5.0, max_clients: int = 64) -> None:
-        from egmctl.mooncake.listening import format_endpoint, listen
-        from egmctl.planning.addresses import parse_listen_address
-
-        self._client_timeout = client_timeout
-        self._max_clients = max_clients
+        self._subject: tuple[Pool, Operator] | None = None
+        self._metrics: Any = None
         host, port = parse_listen_address(address, name="health_addr")
         try:
             with step("provider.health.listen", address=address):
-                self._listener = listen(host, port)
+                listener = listen(host, port)
         except PreflightError as error:
             raise PreflightError(
                 f"the health endpoint: {error.message}",
@@ -131,26 +113,16 @@ class HealthServer:
                 hint="stop it, or give health_addr another port (0: a free one) or address of this machine",
                 facts=error.facts,
             ) from error
-        self.url = f"http://{format_endpoint(host, self._listener.getsockname()[1])}"
-        self._clients: OrderedDict[int, _Client] = OrderedDict()
-        self._subject: tuple[Pool, Operator] | None = None
-        self._metrics: Any = None
-        self._closing = False
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            for each in (self._selector, self._listener, self._wake_read, self._wake_write):
-                each.close()
-            raise FailedError(
-                f"no thread for the health endpoint: {error}",
-                where=self.url,
-                hint="raise the limit of processes (ulimit -u, or the container's pids limit)",
-            ) from error
+        self.url = f"http://{format_endpoint(host, listener.getsockname()[1])}"
+        super().__init__(
+            listener,
+            name="health",
+            what="health endpoint",
+            where=self.url,
+            timeout=client_timeout,
+            max_peers=max_clients,
+            max_buffered=max_clients * 2 * MAX_REQUEST,
+        )
 
     def tell_of(self, pool: Pool, operator: Operator) -> None:
         self._subject = (pool, operator)
@@ -158,11 +130,7 @@ class HealthServer:
     def close(self) -> None:
         """Stop listening and drop all clients. Twice is success."""
         with step("provider.health.close"):
-            self._closing = True
-            with contextlib.suppress(OSError):
-                self._wake_write.send(b"x")
-            self._thread.join(2.0)  # a scrape may hang with the disk: the process ends without it
-            self._wake_write.close()
+            self.stop(2.0)  # a scrape may hang with the disk: the process ends without it
 
     # What is answered
 
@@ -189,75 +157,14 @@ class HealthServer:
 
     # How it is answered
 
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                now = time.monotonic()
-                while self._clients and (oldest := next(iter(self._clients.values()))).deadline <= now:
-                    self._drop(oldest)
-                patience = next(iter(self._clients.values())).deadline - now if self._clients else None
-                accepting = True
-                for key, _ in self._selector.select(patience):
-                    if key.fileobj is self._listener:
-                        accepting = self._accept()
-                    elif key.fileobj is not self._wake_read:
-                        client = self._clients.get(key.fd)
-                        if client is not None and client.sock is key.fileobj:
-                            self._serve(client)
-                if not accepting:  # out of descriptors: leave the backlog alone for a moment instead of spinning
-                    time.sleep(0.05)
-        finally:
-            for client in list(self._clients.values()):
-                self._drop(client)
-            self._selector.close()
-            self._listener.close()
-            self._wake_read.close()
-
-    def _accept(self) -> bool:
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return True
-        except OSError:
-            return False
-        sock.setblocking(False)
-        while len(self._clients) >= self._max_clients:
-            self._drop(next(iter(self._clients.values())))
-        # Every client has the same time, so insertion order is the order of deadlines.
-        self._clients[sock.fileno()] = _Client(sock, time.monotonic() + self._client_timeout)
-        self._selector.register(sock, selectors.EVENT_READ)
-        return True
-
-    def _drop(self, client: _Client) -> None:
-        self._clients.pop(client.sock.fileno(), None)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(client.sock)
-        client.sock.close()
-
-    def _serve(self, client: _Client) -> None:
-        try:
-            if client.reply is not None:
-                self._send(client)
-                return
-            data = client.sock.recv(_RECEIVE)
-            if not data:
-                self._drop(client)
-            elif not client.finishing:  # else: what comes after the request is read and forgotten
-                client.received += data
-                self._consider(client)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._drop(client)
-
-    def _consider(self, client: _Client) -> None:
-        ends = [end for end in (client.received.find(b"\r\n\r\n"), client.received.find(b"\n\n")) if end >= 0]
+    def answer(self, received: bytearray) -> bytes | None:
+        ends = [end for end in (received.find(b"\r\n\r\n"), received.find(b"\n\n")) if end >= 0]
         if ends:
-            method, answer = self._read(bytes(client.received[: min(ends)]))
-        elif len(client.received) > MAX_REQUEST:
+            method, answer = self._read(bytes(received[: min(ends)]))
+        elif len(received) > MAX_REQUEST:
             method, answer = "GET", _error(431, f"a request is at most {MAX_REQUEST} bytes")
         else:
-            return
+            return None
         headers = [
             f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
             f"Content-Type: {answer.kind}",
@@ -267,9 +174,7 @@ class HealthServer:
             *answer.headers,
         ]
         head = "\r\n".join(headers).encode() + b"\r\n\r\n"
-        client.received = bytearray()
-        client.reply = memoryview(head if method == "HEAD" else head + answer.body)
-        self._send(client)
+        return head if method == "HEAD" else head + answer.body
 
     def _read(self, head: bytes) -> tuple[str, _Answer]:
         words = head.split(b"\n", 1)[0].decode("latin-1").split()
@@ -282,18 +187,3 @@ class HealthServer:
             return method, self._route(method, target.partition("?")[0])
         except Exception as error:  # the next request is answered, whatever this one met
             return method, _error(500, f"{type(error).__name__}: {error}")
-
-    def _send(self, client: _Client) -> None:
-        reply = client.reply
-        if reply is None:
-            return
-        with contextlib.suppress(BlockingIOError):
-            client.reply = reply = reply[client.sock.send(reply) :]
-        if reply:
-            self._selector.modify(client.sock, selectors.EVENT_WRITE)
-            return
-        client.reply = None
-        client.finishing = True
-        # The client closes first: with anything of its request unread, our close could reset the answer away.
-        client.sock.shutdown(socket.SHUT_WR)
-        self._selector.modify(client.sock, selectors.EVENT_READ)

@@ -122,6 +122,7 @@ def test_help_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> Non
         "egmctl.cli.main",
         "egmctl.cli.groups",
         "egmctl.cli.output",
+        "egmctl.cli.starting",
         "egmctl.errors",
         "egmctl.seams",
     }

@@ -118,6 +118,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="egm", dir="/tmp"))
+        self.folder.chmod(0o711)  # a spec's group has to get to the sockets in it
         self.state = self.folder / "state"
         # Where the command line puts its sockets, within our own folder where that can be chosen.
         self.environment = {"XDG_RUNTIME_DIR": str(self.folder), **self.environment}

@@ -816,13 +816,13 @@ def a_stream_that_waits_for_an_event_comes_after_it(b: Bench) -> str:
     return "in order" if ctypes.string_at(target, 8 * UNIT) == b"\1" * (8 * UNIT) else "too early"
 
 
-def run_child(side: str, name: str, folder: Path | None = None) -> str:
+def run_child(side: str, name: str) -> str:
     """A case in a process of its own: what it printed, or what it died of."""
-    env = {**os.environ}
-    if folder is not None:
-        env["EGMCTL_CONTRACT_DIR"] = str(folder)
     command = [sys.executable, "-m", "tests.memory.contract", side, name]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    # Its folder is ours, since a child that dies of its case removes nothing.
+    with tempfile.TemporaryDirectory(prefix="egm-contract-") as folder:
+        env = {**os.environ, "EGMCTL_CONTRACT_DIR": folder}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode < 0:
         return f"killed by {signal.Signals(-done.returncode).name}"
     if done.returncode:
@@ -838,10 +838,11 @@ def run_here(one: Case, driver: Driver, side: str, folder: Path) -> str:
 
 def main() -> int:
     side, name = sys.argv[1:3]
-    given = os.environ.get("EGMCTL_CONTRACT_DIR")
-    with tempfile.TemporaryDirectory(prefix="egm-contract-") as own:
-        folder = Path(given or own)
-        print(run_here(CASES[name], make_driver(side, folder), side, folder), flush=True)
+    with ExitStack() as stack:
+        folder = os.environ.get("EGMCTL_CONTRACT_DIR")
+        if folder is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="egm-contract-"))
+        print(run_here(CASES[name], make_driver(side, Path(folder)), side, Path(folder)), flush=True)
     return 0
 
 

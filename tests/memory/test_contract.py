@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,3 +36,11 @@ def test_the_driver(side: str, name: str, tmp_path: Path, record_property: Calla
     assert seen == one.expect(side)
     if side == "model":
         assert driver.leaks() == {}  # type: ignore[attr-defined]
+
+
+def test_a_case_that_ends_its_process_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fatal = next(name for name, one in CASES.items() if one.child and one.expected.startswith("killed by"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert run_child("model", fatal) == CASES[fatal].expected
+    assert list(tmp_path.iterdir()) == []

@@ -26,6 +26,7 @@ from egmctl.memory import Share, import_share
 from egmctl.paths import Paths
 from egmctl.provider import pool_status, provision, teardown_pool
 from egmctl.provider.agent import Agent
+from egmctl.provider.control import MAX_CLIENTS, RESERVED
 from egmctl.provider.control_client import AgentGone, ControlClient
 from egmctl.provider.messages import MAX_LINE
 from tests.provider.pools import agent_here, agents, listed, nothing_left, run, small_plan, teardown_now, until
@@ -190,8 +191,6 @@ def test_a_line_without_end_is_refused_and_costs_little(agent: Agent) -> None:
 
 
 def test_clients_beyond_the_limit_are_turned_away_and_the_others_served(agent: Agent) -> None:
-    from egmctl.provider.control import MAX_CLIENTS
-
     with contextlib.ExitStack() as stack:
         first = ControlClient(agent.control.path)
         stack.callback(first.close)
@@ -208,6 +207,61 @@ def test_clients_beyond_the_limit_are_turned_away_and_the_others_served(agent: A
             return False
 
     until(served)
+
+
+def test_watchers_leave_room_for_a_teardown(agent: Agent) -> None:
+    with contextlib.ExitStack() as stack:
+        told: list[dict[str, Any]] = []
+        while len(told) < MAX_CLIENTS + 20 and (not told or told[-1]["ok"]):
+            sock = stack.enter_context(raw(agent))
+            sock.sendall(b'{"op":"watch"}\n')
+            told.append(reply(sock))
+        assert len(told) == MAX_CLIENTS - RESERVED + 1
+        assert (told[-1]["error"]["exit"], "watchers" in told[-1]["error"]["message"]) == (5, True)
+        with ControlClient(agent.control.path) as client:
+            assert client.ask("teardown")["state"] == "gone"
+
+
+def test_a_watchers_place_is_free_again_when_it_leaves(agent: Agent) -> None:
+    for _ in range(2):
+        with contextlib.ExitStack() as stack:
+            for _ in range(MAX_CLIENTS - RESERVED):
+                sock = stack.enter_context(raw(agent))
+                sock.sendall(b'{"op":"watch"}\n')
+                assert reply(sock)["ok"]
+        until(lambda: not agent.control._guests)
+
+
+CROWD = """
+import os, socket, sys
+os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(65534)
+held = []
+for _ in range(int(sys.argv[3])):
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(sys.argv[1])
+    held.append(sock)
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_other_users_that_connect_and_say_nothing_leave_room_for_a_teardown(quick_master: Master, paths: Paths) -> None:
+    import grp
+
+    group = next(entry for entry in grp.getgrall() if entry.gr_gid not in (0, 65534))
+    paths.runtime.parent.chmod(0o711)  # the test's own folder above
+    with agent_here(small_plan(quick_master, chunks=1, group=group.gr_name), paths) as agent:
+        run(agent, "provision", agent.pool.provision)
+        many = [str(agent.control.path), str(group.gr_gid), str(MAX_CLIENTS + 20)]
+        with subprocess.Popen(
+            [sys.executable, "-c", CROWD, *many], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as crowd:
+            assert crowd.stdout is not None
+            assert crowd.stdout.readline() == "there\n"
+            with ControlClient(agent.control.path) as client:
+                assert client.ask("teardown")["state"] == "gone"
+            crowd.communicate()
 
 
 def test_a_client_that_hangs_up_during_a_mount_gets_it_undone(quick_master: Master, paths: Paths) -> None:
@@ -262,7 +316,6 @@ for op in ("status", "export", "mount", "teardown"):
 
 
 def ask_as(paths: Paths, gid: int) -> list[str]:
-    paths.runtime.parent.chmod(0o711)  # the test's own folder above
     command = [sys.executable, "-c", ASK_AS, str(paths.socket("dev")), str(gid)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert not done.stderr
@@ -276,6 +329,7 @@ def test_another_user_is_let_in_only_by_the_group_of_the_spec_and_never_to_chang
     import grp
 
     group = next(entry for entry in grp.getgrall() if entry.gr_gid not in (0, 65534))
+    paths.runtime.parent.chmod(0o711)  # the test's own folder above
     with agent_here(small_plan(quick_master, chunks=1), paths) as agent:
         run(agent, "provision", agent.pool.provision)
         assert ask_as(paths, group.gr_gid) == ["denied"]
@@ -293,6 +347,19 @@ def test_a_group_that_does_not_exist_is_refused_before_anything(quick_master: Ma
         provision(small_plan(quick_master, group="nobody-has-this"), paths)
     assert caught.value.exit_code == 3
     assert pool_status(paths) == []
+
+
+def test_a_group_that_cannot_reach_the_socket_is_refused_before_anything(quick_master: Master, paths: Paths) -> None:
+    import grp
+
+    group = next(entry for entry in grp.getgrall() if entry.gr_gid != os.getegid())
+    above = paths.runtime.parent  # private, as /run/user/UID is
+    with pytest.raises(EgmError, match=f"group '{group.gr_name}' cannot reach .* {above} is closed") as caught:
+        provision(small_plan(quick_master, group=group.gr_name), paths)
+    assert caught.value.exit_code == 3
+    assert "XDG_RUNTIME_DIR" in caught.value.hint
+    assert pool_status(paths) == []
+    assert nothing_left(paths) == []
 
 
 def test_no_handle_or_secret_is_in_ledger_log_or_status(quick_master: Master, paths: Paths) -> None:

@@ -636,7 +636,7 @@ def test_an_agent_that_stands_still_while_provisioning_is_given_up_and_undoes_it
 def test_a_provision_that_tells_nothing_for_long_shows_that_it_goes_on(quick_master: Master, paths: Paths) -> None:
     from egmctl.provider import agent as agents_program
 
-    signals = agents_program._Signals(interactive=False)
+    signals = agents_program.StopSignals(interactive=False)
     seen: list[float] = []
     try:
         with agent_here(small_plan(quick_master), paths) as agent:
