@@ -49,6 +49,7 @@ class Binding:
         """Set by whoever needs a newer descriptor than this one."""
         self.told = 0
         self._chunks = {chunk.addr: chunk for chunk in egm.chunks} if egm else {}
+        self._at: dict[int, ChunkAt] = {}  # by address, once asked for
 
     def chunk(self, address: int, nbytes: int) -> ChunkAt:
         """The chunk with all of ``[address, address + nbytes)``. Raises `StaleAllocation`: none, or being withdrawn."""
@@ -59,13 +60,16 @@ class Binding:
                 where=self.endpoint,
                 hint="the Master lists memory that its provider no longer has; it forgets it within half a minute",
             )
-        chunk = self._chunks.get(buffer.addr)
-        index, node = (chunk.index, chunk.numa_node) if chunk else (-1, 0)
-        if self.watch is not None and index in self.watch.withdrawn:
-            raise StaleAllocation(f"chunk {index} is being taken down", where=self.endpoint)
-        # The handle is part of the identity where it is the memory's only name, or may change under one nonce.
-        identity = (self.endpoint, self.nonce, index, buffer.addr, buffer.length, buffer.handle)
-        return ChunkAt(identity, index, node, buffer.addr, buffer.length)
+        found = self._at.get(buffer.addr)
+        if found is None:
+            chunk = self._chunks.get(buffer.addr)
+            index, node = (chunk.index, chunk.numa_node) if chunk else (-1, 0)
+            # The handle is part of the identity where it is the memory's only name, or may change under one nonce.
+            identity = (self.endpoint, self.nonce, index, buffer.addr, buffer.length, buffer.handle)
+            found = self._at[buffer.addr] = ChunkAt(identity, index, node, buffer.addr, buffer.length)
+        if self.watch is not None and found.number in self.watch.withdrawn:
+            raise StaleAllocation(f"chunk {found.number} is being taken down", where=self.endpoint)
+        return found
 
     def same_as(self, other: SegmentDescriptor, used: Sequence[ChunkAt]) -> bool:
         """Whether ``other``, asked now, is the same incarnation and still publishes the chunks used."""

@@ -27,8 +27,8 @@ __all__ = [
     "Part",
     "Routes",
     "Timing",
+    "has_time",
     "must_ask",
-    "running_dry",
     "split_batch",
 ]
 
@@ -83,6 +83,12 @@ class Gatherer(Protocol):
 
 _REMEMBERED = 10.0
 """Seconds after which a size that was refused is asked for again: there may be larger chunks by then."""
+
+
+class Asking(Protocol):
+    """A question to the Master that is under way."""
+
+    def done(self) -> bool: ...
 
 
 class Part(NamedTuple):
@@ -294,17 +300,18 @@ def split_batch(count: int) -> tuple[slice, ...]:
 def must_ask(at: int, sent: int, count: int, ahead: int, spare: Callable[[], bool]) -> bool:
     """Whether another piece of a batch of ``count`` is to be asked for before piece ``at`` is copied.
 
-    The one behind it always is under way; up to ``ahead`` are, as far as there is ``spare`` time: while nothing can be
-    copied yet, or enough copies are queued.
+    Up to ``ahead`` behind it are, as far as there is ``spare`` time: while nothing can be copied yet, or enough copies
+    are queued.
     """
     if sent >= min(count, at + 1 + ahead):
         return False
-    return sent < at + 2 or spare()
+    return sent <= at or spare()
 
 
-def running_dry(pieces: Sequence[Any]) -> bool:
-    """Whether the last of ``pieces``, each with its ``completion``, is the only one that may still be copied."""
-    return len(pieces) < 2 or pieces[-2].completion.done()
+def has_time(answer: Asking | None, pieces: Sequence[Any]) -> bool:
+    """Whether there is time to ask for more before what ``answer`` says is copied (None: nothing of it will be): it is
+    not there yet, or more than the last of ``pieces``, each with its ``completion``, is still being copied."""
+    return answer is None or not answer.done() or not (len(pieces) < 2 or pieces[-2].completion.done())
 
 
 def check_batch(keys: Sequence[str], *others: Sequence[object]) -> None:

@@ -18,10 +18,10 @@ class KeyLocks:
         self._held: set[str] = set()
         self._changed = threading.Condition()
 
-    def acquire(self, keys: Iterable[str], timeout: float) -> tuple[str, ...]:
+    def acquire(self, keys: Iterable[str], timeout: float) -> set[str]:
         """All of ``keys`` or, after ``timeout`` seconds, none of them (`ObjectBusy`). All at once, so two batches that
         share keys cannot wait for each other."""
-        wanted = tuple(set(keys))
+        wanted = set(keys)
         until = time.monotonic() + timeout
         with self._changed:
             while not self._held.isdisjoint(wanted):

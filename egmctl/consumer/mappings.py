@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 
 from egmctl.consumer.errors import StoreClosed
@@ -20,7 +20,7 @@ __all__ = ["Lease", "MappingCache"]
 
 
 class _Entry:
-    __slots__ = ("doomed", "future", "key", "nbytes", "users")
+    __slots__ = ("doomed", "future", "key", "mapping", "nbytes", "users")
 
     def __init__(self, key: Hashable, nbytes: int) -> None:
         self.key = key
@@ -28,6 +28,7 @@ class _Entry:
         self.users = 1
         self.doomed = False
         self.future: Future[Mapping] = Future()
+        self.mapping: Mapping | None = None  # once imported: asking a future takes a lock
 
 
 class Lease:
@@ -44,7 +45,7 @@ class Lease:
         """Twice is once."""
         cache, self._cache = self._cache, None
         if cache is not None:
-            cache._release(self._entry)
+            cache._release([self._entry])
 
 
 class MappingCache:
@@ -110,7 +111,7 @@ class MappingCache:
                 mine = True
         if not mine:
             try:
-                return Lease(self, entry, entry.future.result())
+                return Lease(self, entry, entry.mapping or entry.future.result())
             except BaseException:
                 with self._lock:
                     entry.users -= 1
@@ -130,8 +131,18 @@ class MappingCache:
                 error if isinstance(error, Exception) else EgmError(f"the import was interrupted ({error!r})")
             )
             raise
+        entry.mapping = mapping
         entry.future.set_result(mapping)
         return Lease(self, entry, mapping)
+
+    def release(self, leases: Iterable[Lease]) -> None:
+        """All of them at once."""
+        entries = []
+        for lease in leases:
+            if lease._cache is not None:
+                lease._cache = None
+                entries.append(lease._entry)
+        self._release(entries)
 
     def drop(self, chosen: Callable[[Hashable], bool]) -> None:
         """Close the mappings whose key is chosen: now when idle, else when their last user is done. A later `acquire`
@@ -168,16 +179,16 @@ class MappingCache:
         if failure is not None:
             raise failure
 
-    def _release(self, entry: _Entry) -> None:
+    def _release(self, entries: Sequence[_Entry]) -> None:
+        closing: list[_Entry] = []
         with self._lock:
-            entry.users -= 1
-            closing: list[_Entry] = []
-            if entry.users == 0 and entry.doomed:
-                self._doomed.discard(entry)
-                self._bytes -= entry.nbytes
-                closing = [entry]
-            elif entry.users == 0:
-                closing = self._surplus()
+            for entry in entries:
+                entry.users -= 1
+                if entry.users == 0 and entry.doomed:
+                    self._doomed.discard(entry)
+                    self._bytes -= entry.nbytes
+                    closing.append(entry)
+            closing += self._surplus()
         self._close_all(closing)
 
     def _surplus(self) -> list[_Entry]:

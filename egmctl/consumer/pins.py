@@ -177,8 +177,8 @@ class Pins:
     def close(self) -> None:
         """Only when no copy runs any more. Twice is once."""
         leases, self._leases = self._leases, {}
-        for lease, _, _ in leases.values():
-            lease.release()
+        if leases:
+            self._mappings.release([lease for lease, _, _ in leases.values()])
 
     def _lease(self, binding: Binding, chunk: ChunkAt) -> Lease:
         held = self._leases.get(chunk.identity)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from egmctl.consumer.choose import NOT_THE_PLACE, Failures, choose
-from egmctl.consumer.engine import Engine, Routes, must_ask, running_dry, settle, split_batch
+from egmctl.consumer.engine import Engine, Routes, has_time, must_ask, settle, split_batch
 from egmctl.consumer.errors import (
     GetFailed,
     StaleAllocation,
@@ -38,7 +38,7 @@ class _Flight(NamedTuple):
 
 
 _make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
-_AHEAD = 2  # pieces asked for beyond the one to be copied next
+_AHEAD = 3  # pieces asked for beyond the one to be copied next
 
 
 class _Piece:
@@ -104,7 +104,7 @@ class ReadRound:
         asked: deque[tuple[Sequence[int], Asked]] = deque()
         sent = 0
         for at in range(len(pieces)):
-            while must_ask(at, sent, len(pieces), _AHEAD, lambda: not running_dry(self._pieces)):
+            while must_ask(at, sent, len(pieces), _AHEAD, lambda: has_time(asked[0][1], self._pieces)):
                 piece = pieces[sent]
                 asked.append((piece, self._engine.master.locate(self._requests.keys(piece))))
                 sent += 1

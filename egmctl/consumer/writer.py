@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from egmctl.consumer.engine import Engine, Routes, must_ask, running_dry, settle, split_batch
+from egmctl.consumer.engine import Engine, Routes, has_time, must_ask, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Requested, Reserved, is_transient
@@ -26,7 +26,7 @@ from egmctl.mooncake.master import ReplicateConfig
 __all__ = ["WriteRound"]
 
 _make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
-_AHEAD = 2  # pieces asked for beyond the next to be copied
+_AHEAD = 3  # pieces asked for beyond the next to be copied
 
 
 class _LostSpace(Exception):
@@ -90,16 +90,12 @@ class WriteRound:
         asked: deque[tuple[list[tuple[int, WriteRequest]], Requested | None, float]] = deque()
         sent = 0
         for at in range(len(pieces)):
-            while must_ask(at, sent, len(pieces), _AHEAD, lambda: self._has_time(asked[0][1])):
+            while must_ask(at, sent, len(pieces), _AHEAD, lambda: has_time(asked[0][1], self._pieces)):
                 asked.append(self._ask(pieces[sent]))
                 sent += 1
             requests, answer, deadline = asked.popleft()
             if answer is not None:
                 self._launch(requests, answer(), deadline)
-
-    def _has_time(self, answer: Requested | None) -> bool:
-        """To ask for more before what ``answer`` grants is copied."""
-        return answer is not None and (not answer.done() or not running_dry(self._pieces))
 
     def _ask(self, todo: Sequence[int]) -> tuple[list[tuple[int, WriteRequest]], Requested | None, float]:
         requests: list[tuple[int, WriteRequest]] = []

@@ -125,7 +125,7 @@ class _Entries:
         offsets = self.on_gpu(order)
         here.fill(here.hbm[0], count * entry // 8 * 8, seed=4)
         times = []
-        for turn in range(here.scale.repeats // 2 + 2):
+        for turn in range(2 * here.scale.repeats + 2):
             key = f"scatter-{entry}-{turn}"
 
             def put(_: int, key: str = key) -> None:
