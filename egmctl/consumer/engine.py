@@ -100,6 +100,9 @@ class Part(NamedTuple):
     buffer: Buffer
 
 
+_HERE, _DEVICE = Near._fields.index("here"), Near._fields.index("device")
+
+
 class Routes:
     """Collects fragments by what copies them: the CPU (None) or the engines of a GPU."""
 
@@ -112,20 +115,10 @@ class Routes:
         device, fragment = self._route(target, part, write)
         self._by_route.setdefault(device, []).append(fragment)
 
-    def add_near(self, near: Near, address: int, part: Part, *, write: bool) -> bool:
-        """``part`` from or to the provider's ``address``; False when that wants a closer look (`add` has it)."""
-        device = part.buffer.device if self._devices else None
-        start = near.here if device is None else near.device
-        if start is None:
-            return False
-        pool = start + address - near.start
-        fragment = (pool, part.address, part.nbytes) if write else (part.address, pool, part.nbytes)
-        fragments = self._by_route.get(device)
-        if fragments is None:
-            self._by_route[device] = [fragment]
-        else:
-            fragments.append(fragment)
-        return True
+    def line(self, buffer: Buffer) -> tuple[list[Fragment], int]:
+        """The fragments that go the way of ``buffer``, to be added to, and which field of `Near` they take."""
+        device = buffer.device if self._devices else None
+        return self._by_route.setdefault(device, []), _HERE if device is None else _DEVICE
 
     def add_all(self, moves: Sequence[tuple[Target, Part]], *, write: bool) -> None:
         """All of them, or none when `add` would raise."""
@@ -145,7 +138,7 @@ class Routes:
         return device, (pool, part.address, part.nbytes) if write else (part.address, pool, part.nbytes)
 
     def __iter__(self) -> Iterator[tuple[int | None, list[Fragment]]]:
-        return iter(self._by_route.items())
+        return ((device, fragments) for device, fragments in self._by_route.items() if fragments)
 
 
 @dataclass
@@ -300,12 +293,12 @@ def split_batch(count: int) -> tuple[slice, ...]:
 def must_ask(at: int, sent: int, count: int, ahead: int, spare: Callable[[], bool]) -> bool:
     """Whether another piece of a batch of ``count`` is to be asked for before piece ``at`` is copied.
 
-    Up to ``ahead`` behind it are, as far as there is ``spare`` time: while nothing can be copied yet, or enough copies
-    are queued.
+    The one behind it always is under way; up to ``ahead`` are, as far as there is ``spare`` time: while nothing can be
+    copied yet, or enough copies are queued.
     """
     if sent >= min(count, at + 1 + ahead):
         return False
-    return sent <= at or spare()
+    return sent < at + 2 or spare()
 
 
 def has_time(answer: Asking | None, pieces: Sequence[Any]) -> bool:

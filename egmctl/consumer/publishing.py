@@ -15,7 +15,6 @@ from egmctl.consumer.engine import Engine
 from egmctl.consumer.errors import InterruptedPut, ObjectNotFound, StaleAllocation
 from egmctl.consumer.master_link import Answer, Reserved
 from egmctl.consumer.pins import Again
-from egmctl.consumer.requests import WriteRequest
 from egmctl.errors import EgmError
 
 __all__ = ["Flight", "Publishing"]
@@ -27,7 +26,8 @@ class Flight(NamedTuple):
     """An object on its way into the space reserved for it; ``number`` is the request's."""
 
     number: int
-    request: WriteRequest
+    key: str
+    nbytes: int
     reserved: Reserved
 
 
@@ -80,14 +80,14 @@ class Publishing:
             return flights  # they were granted together
         good = []
         for flight in flights:
-            number, request, reserved = flight
+            number, key, _, reserved = flight
             gone = None if not bad else next((each.endpoint for each in reserved.places if each.endpoint in bad), None)
             if gone is not None:
                 self._outcomes[number] = Again(StaleAllocation("the provider ended during the put", where=gone))
             elif late:
-                self._outcomes[number] = self.expired(request)
+                self._outcomes[number] = self.expired(key)
             elif not connected or master.epoch != reserved.epoch:
-                self._outcomes[number] = self.cut_off(request)
+                self._outcomes[number] = self.cut_off(key)
             else:
                 good.append(flight)
         return good
@@ -98,11 +98,11 @@ class Publishing:
         ended = _Ended(flights)
         self._ended.append(ended)  # before it is sent: an interrupt may fall between
         try:
-            ended.answer = self._engine.master.put_end([flight.request.key for flight in flights])
+            ended.answer = self._engine.master.put_end([flight.key for flight in flights])
         except EgmError as error:  # not handed over: it has no effect
             self._ended.remove(ended)
-            for number, request, _ in flights:
-                self._outcomes[number] = self.cut_off(request, error)
+            for number, key, _, _ in flights:
+                self._outcomes[number] = self.cut_off(key, error)
 
     def record(self, *, but: int = 0) -> None:
         """Wait for the answers to what was published, the last ``but`` requests left out, and note them."""
@@ -116,23 +116,23 @@ class Publishing:
         try:
             rows = answer()
         except EgmError as error:
-            for number, request, _ in flights:
-                self._held.pop(request.key, None)  # it may be published: not ours to take back
-                self._outcomes[number] = _unknown(request, error)
+            for number, key, _, _ in flights:
+                self._held.pop(key, None)  # it may be published: not ours to take back
+                self._outcomes[number] = _unknown(key, error)
             return
         if rows.count(True) == len(flights):  # nearly always
-            self._outcomes.update([(flight[0], flight[1][1]) for flight in flights])
+            self._outcomes.update([(flight[0], flight[2]) for flight in flights])
             for flight in flights:
-                del self._held[flight[1][0]]
+                del self._held[flight[1]]
             return
-        for (number, request, _), row in zip(flights, rows, strict=True):
-            self._held.pop(request.key, None)
+        for (number, key, nbytes, _), row in zip(flights, rows, strict=True):
+            self._held.pop(key, None)
             if not isinstance(row, EgmError):
-                self._outcomes[number] = request.nbytes
+                self._outcomes[number] = nbytes
             else:
                 refused = InterruptedPut(
                     f"not published: {row.message}",
-                    where=f"object {request.key!r}",
+                    where=f"object {key!r}",
                     hint="the Master gave the space up meanwhile (discarded, unmounted or restarted): put it again",
                     facts={"revoked": True if isinstance(row, ObjectNotFound) else None},
                 )
@@ -143,7 +143,7 @@ class Publishing:
         """All space that is neither published nor on its way to be. Only when no copy into it runs any more."""
         for ended in self._ended:
             for flight in ended.flights:
-                self._held.pop(flight.request.key, None)
+                self._held.pop(flight.key, None)
         self.revoke(list(self._held))
 
     def revoke(self, keys: Sequence[str]) -> None:
@@ -160,32 +160,32 @@ class Publishing:
 
     # what became of a put that was not published
 
-    def expired(self, request: WriteRequest) -> InterruptedPut:
+    def expired(self, key: str) -> InterruptedPut:
         return self._interrupted(
-            request,
+            key,
             f"took longer than the {self._engine.timing.put_deadline:g} s within which a put may be published",
             "put smaller objects, or raise put_deadline, staying below the Master's lease and discard times",
         )
 
-    def cut_off(self, request: WriteRequest, error: EgmError | None = None) -> Again:
+    def cut_off(self, key: str, error: EgmError | None = None) -> Again:
         return Again(
             self._interrupted(
-                request,
+                key,
                 "the connection to the Master that granted the space broke" + (f": {error.message}" if error else ""),
                 "see whether the Master runs; put the object again",
             )
         )
 
-    def _interrupted(self, request: WriteRequest, message: str, hint: str) -> InterruptedPut:
-        error = InterruptedPut(message, where=f"object {request.key!r}", hint=hint, facts={"revoked": None})
-        self._told[request.key] = error
+    def _interrupted(self, key: str, message: str, hint: str) -> InterruptedPut:
+        error = InterruptedPut(message, where=f"object {key!r}", hint=hint, facts={"revoked": None})
+        self._told[key] = error
         return error
 
 
-def _unknown(request: WriteRequest, error: EgmError) -> InterruptedPut:
+def _unknown(key: str, error: EgmError) -> InterruptedPut:
     interrupted = InterruptedPut(
         f"whether it was published is not known: {error.message}",
-        where=f"object {request.key!r}",
+        where=f"object {key!r}",
         hint="ask exists(); put it again if it is not there",
         facts={"revoked": None},
     )

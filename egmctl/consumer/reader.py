@@ -117,20 +117,23 @@ class ReadRound:
         flights: list[_Flight] = []
         routes = self._engine.routes()
         apart: dict[str, tuple[Routes, list[_Flight]]] = {}
-        whole, near, add_near = self._requests.whole, self.pins.near, routes.add_near
-        failures = self.failures
-        for number, located in zip(numbers, asked(), strict=True):
+        plain = None if self.failures else self._requests.plain(numbers)
+        addresses: Sequence[int] = numbers
+        sizes: Sequence[int] = [0] * len(numbers)
+        if plain is not None:
+            addresses, sizes = plain.addresses, plain.sizes
+            fragments, column = routes.line(plain.buffer)
+        near, asked_at = self.pins.near, asked.asked_at
+        for number, located, address, size in zip(numbers, asked(), addresses, sizes, strict=True):
             try:
                 # What most objects of a batch are: whole, into one buffer of their size, out of a chunk in use already.
-                if located.__class__ is Location and not failures:
-                    places: tuple[Place, ...] = located[1]
-                    part = whole(number)
-                    if part is not None and places and part[2] == places[0][2]:
-                        place = places[0]
-                        close = near(place, asked.asked_at)
-                        if close is not None and add_near(close, place[1], part, write=False):
-                            flights.append(_make(_Flight, (number, located, place, part[2])))
-                            continue
+                if size and located.__class__ is Location and located[1] and located[1][0][2] == size:
+                    place: Place = located[1][0]
+                    close: Any = near(place, asked_at)
+                    if close is not None and close[column] is not None:
+                        fragments.append((address, close[column] + place[1] - close[1], size))
+                        flights.append(_make(_Flight, (number, located, place, size)))
+                        continue
                 self._launch_one(number, located, routes, flights, apart)
             except (EgmError, Again) as error:
                 self.outcomes[number] = error

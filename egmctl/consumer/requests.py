@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from operator import add
 from typing import Any, NamedTuple, Protocol
 
 from egmctl.consumer.buffers import Buffer, Buffers
@@ -14,6 +15,7 @@ from egmctl.consumer.pins import Target
 
 __all__ = [
     "BufferList",
+    "Plain",
     "ReadList",
     "ReadRequest",
     "ReadRequests",
@@ -66,14 +68,23 @@ class ReadRequest(NamedTuple):
         return size, used
 
 
+class Plain(NamedTuple):
+    """Requests of which each is one part of the same buffer, with nothing wrong about them."""
+
+    keys: Sequence[str]
+    sizes: Sequence[int]
+    addresses: Sequence[int]
+    buffer: Buffer
+
+
 class ReadRequests(Protocol):
     """Requests by number. Asking for one may raise what is wrong with it, an `EgmError`."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, at: int, /) -> ReadRequest: ...
     def keys(self, numbers: Sequence[int], /) -> list[str]: ...
-    def whole(self, at: int, /) -> Part | None:
-        """Where all of an object goes, if that is one place; None: the request says it."""
+    def plain(self, numbers: Sequence[int], /) -> Plain | None:
+        """Neighbours all at once, where each is one part of the same buffer; None: ask for each."""
 
 
 class ReadList:
@@ -91,7 +102,7 @@ class ReadList:
     def keys(self, numbers: Sequence[int]) -> list[str]:
         return [self._requests[number].key for number in numbers]
 
-    def whole(self, at: int) -> Part | None:
+    def plain(self, numbers: Sequence[int]) -> Plain | None:
         return None
 
 
@@ -144,14 +155,8 @@ class Reads:
         keys = self._keys
         return [keys[number] for number in numbers]
 
-    def whole(self, at: int) -> Part | None:
-        """Where it goes, if that is one place."""
-        pieces = self._lists[at]
-        if len(pieces) != 1:
-            return None
-        address, nbytes = pieces[0]
-        made: Part = _make(Part, (0, address, nbytes, self._buffers.find(address, nbytes)))
-        return made
+    def plain(self, numbers: Sequence[int]) -> Plain | None:
+        return _plain(self._buffers, self._keys, self._lists, numbers)
 
 
 class Writes:
@@ -172,6 +177,10 @@ class Writes:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def plain(self, numbers: Sequence[int]) -> Plain | None:
+        """As of `ReadRequests`."""
+        return None if self._first else _plain(self._buffers, self._keys, self._lists, numbers)
+
     def __getitem__(self, at: int) -> WriteRequest:
         key = self._keys[at]
         if self._first and self._first[key] != at:
@@ -189,18 +198,32 @@ class Writes:
         return made
 
 
+def _plain(buffers: Buffers, keys: Sequence[str], lists: Sequence[BufferList], numbers: Sequence[int]) -> Plain | None:
+    if not isinstance(lists, _Singles) or not isinstance(numbers, range) or numbers.step != 1:
+        return None
+    these = slice(numbers.start, numbers.stop)
+    keys, addresses, sizes = keys[these], lists.addresses[these], lists.sizes[these]
+    if not all(keys) or min(sizes) <= 0:
+        return None
+    try:
+        buffer = buffers.find(min(addresses), 1)
+    except InvalidBuffer:
+        return None
+    return Plain(keys, sizes, addresses, buffer) if max(map(add, addresses, sizes)) <= buffer.end else None
+
+
 class _Singles(Sequence[BufferList]):
     """Made one by one: a list of hundreds would be made before the first of them is asked for."""
 
     def __init__(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
-        self._addresses = addresses
-        self._sizes = sizes
+        self.addresses = addresses
+        self.sizes = sizes
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self.sizes)
 
     def __getitem__(self, at: Any) -> Any:
-        return ((self._addresses[at], self._sizes[at]),)
+        return ((self.addresses[at], self.sizes[at]),)
 
 
 def singles(addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[BufferList]:

@@ -10,16 +10,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from egmctl.consumer.engine import Engine, Routes, has_time, must_ask, settle, split_batch
+from egmctl.consumer.engine import Engine, Oversize, Routes, has_time, must_ask, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Requested, Reserved, is_transient
 from egmctl.consumer.pins import Again, Pins, Target
 from egmctl.consumer.publishing import Flight, Publishing
 from egmctl.consumer.reader import is_bound
-from egmctl.consumer.requests import WriteRequest, WriteRequests
+from egmctl.consumer.requests import Plain, WriteRequest, WriteRequests, Writes
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
 
@@ -31,6 +31,17 @@ _AHEAD = 3  # pieces asked for beyond the next to be copied
 
 class _LostSpace(Exception):
     """The space may be somebody else's by now: nothing more is written to it."""
+
+
+class _Asked(NamedTuple):
+    """Space that was asked for, for the requests of these numbers."""
+
+    numbers: Sequence[int]
+    keys: Sequence[str]
+    sizes: Sequence[int]
+    deadline: float
+    plain: Plain | None
+    answer: Requested | None
 
 
 @dataclass
@@ -87,81 +98,103 @@ class WriteRound:
 
     def _start(self, todo: Sequence[int]) -> None:
         pieces = [todo[each] for each in split_batch(len(todo))]
-        asked: deque[tuple[list[tuple[int, WriteRequest]], Requested | None, float]] = deque()
+        asked: deque[_Asked] = deque()
         sent = 0
         for at in range(len(pieces)):
-            while must_ask(at, sent, len(pieces), _AHEAD, lambda: has_time(asked[0][1], self._pieces)):
+            while must_ask(at, sent, len(pieces), _AHEAD, lambda: has_time(asked[0].answer, self._pieces)):
                 asked.append(self._ask(pieces[sent]))
                 sent += 1
-            requests, answer, deadline = asked.popleft()
-            if answer is not None:
-                self._launch(requests, answer(), deadline)
+            self._launch(asked.popleft())
 
-    def _ask(self, todo: Sequence[int]) -> tuple[list[tuple[int, WriteRequest]], Requested | None, float]:
-        requests: list[tuple[int, WriteRequest]] = []
+    def _ask(self, todo: Sequence[int]) -> _Asked:
         oversize = self._engine.oversize if self._engine.oversize.active else None
+        plain = self._requests.plain(todo) if oversize is None and isinstance(self._requests, Writes) else None
+        numbers: Sequence[int] = todo
+        if plain is not None:
+            keys, sizes = plain.keys, plain.sizes
+        else:
+            numbers, keys, sizes = self._look_at(todo, oversize)
+        deadline = time.monotonic() + self._engine.timing.put_deadline
+        if not numbers:
+            return _Asked(numbers, keys, sizes, deadline, None, None)
+        self._space.hold(keys)
+        return _Asked(numbers, keys, sizes, deadline, plain, self._engine.master.put_start(keys, sizes, self._config))
+
+    def _look_at(self, todo: Sequence[int], oversize: Oversize | None) -> tuple[list[int], list[str], list[int]]:
+        """The numbers of the requests that can be asked for, with their keys and sizes."""
+        numbers, keys, sizes = [], [], []
         for number in todo:
             try:
                 request = self._requests[number]
                 refusal = None if oversize is None else oversize.refusal(request.key, request.nbytes)
                 if refusal is not None:
                     raise refusal
-                requests.append((number, request))
             except EgmError as error:
                 self.outcomes[number] = error
-        deadline = time.monotonic() + self._engine.timing.put_deadline
-        if not requests:
-            return requests, None, deadline
-        keys, sizes = [each.key for _, each in requests], [each.nbytes for _, each in requests]
-        self._space.hold(keys)
-        return requests, self._engine.master.put_start(keys, sizes, self._config), deadline
+                continue
+            numbers.append(number)
+            keys.append(request.key)
+            sizes.append(request.nbytes)
+        return numbers, keys, sizes
 
-    def _launch(
-        self,
-        requests: Sequence[tuple[int, WriteRequest]],
-        answers: Sequence[Reserved | EgmError],
-        deadline: float,
-    ) -> None:
+    def _launch(self, asked: _Asked) -> None:
+        if asked.answer is None:
+            return
         flights: list[Flight] = []
         refused: list[str] = []
-        routes = self._engine.routes()
         custom: list[tuple[WriteRequest, list[Target]]] = []
-        for (index, request), reserved in zip(requests, answers, strict=True):
+        routes = self._engine.routes()
+        addresses: Sequence[int | None] = [None] * len(asked.numbers)
+        if asked.plain is not None:
+            addresses = asked.plain.addresses
+            fragments, column = routes.line(asked.plain.buffer)
+        near = self.pins.near
+        for number, key, nbytes, reserved, address in zip(
+            asked.numbers, asked.keys, asked.sizes, asked.answer(), addresses, strict=True
+        ):
+            # What most objects of a batch are: one replica, from one buffer, into a chunk in use already.
+            if address is not None and reserved.__class__ is Reserved and len(reserved[1]) == 1 and not reserved[2]:
+                place = reserved[1][0]
+                close: Any = near(place, reserved[3])
+                if close is not None and close[column] is not None:
+                    fragments.append((close[column] + place[1] - close[1], address, nbytes))
+                    flights.append(_make(Flight, (number, key, nbytes, reserved)))
+                    continue
             if isinstance(reserved, EgmError):
-                self._space.refused(request.key)
-                self.outcomes[index] = self._no_space(request, reserved) if isinstance(reserved, NoSpace) else reserved
+                self._space.refused(key)
+                self.outcomes[number] = (
+                    self._no_space(key, nbytes, reserved) if isinstance(reserved, NoSpace) else reserved
+                )
                 continue
             try:
-                if self._launch_simple(request, reserved, routes):
-                    flights.append(_make(Flight, (index, request, reserved)))
-                    continue
-                targets = self._targets(reserved)
-                if request.custom is not None:
-                    custom.append((request, targets))
-                # Nothing may be written for a put that is refused: its space is given back while the others are copied.
-                routes.add_all([(target, part) for target in targets for part in request.parts], write=True)
+                self._launch_one(self._requests[number], reserved, routes, custom)
             except (EgmError, Again) as error:
-                self.outcomes[index] = error
-                refused.append(request.key)
+                self.outcomes[number] = error
+                refused.append(key)
                 continue
-            flights.append(Flight(index, request, reserved))
+            flights.append(Flight(number, key, nbytes, reserved))
         if flights:
-            self._copy(flights, routes, custom, deadline)
+            self._copy(flights, routes, custom, asked.deadline)
         if refused:
             self._space.revoke(refused)
 
-    def _no_space(self, request: WriteRequest, error: NoSpace) -> EgmError | Again:
-        """No space now, or none ever: the second is not asked for again, since the Master evicts others each time."""
-        self._engine.oversize.note(request.nbytes)
-        return self._engine.oversize.refusal(request.key, request.nbytes) or Again(error)
+    def _launch_one(
+        self,
+        request: WriteRequest,
+        reserved: Reserved,
+        routes: Routes,
+        custom: list[tuple[WriteRequest, list[Target]]],
+    ) -> None:
+        targets = self._targets(reserved)
+        if request.custom is not None:
+            custom.append((request, targets))
+        # Nothing may be written for a put that is refused: its space is given back while the others are copied.
+        routes.add_all([(target, part) for target in targets for part in request.parts], write=True)
 
-    def _launch_simple(self, request: WriteRequest, reserved: Reserved, routes: Routes) -> bool:
-        """What most objects of a batch are: one replica, from one buffer, into a chunk in use already."""
-        parts, places = request.parts, reserved.places
-        if len(parts) != 1 or len(places) != 1 or reserved.elsewhere or request.custom is not None:
-            return False
-        near = self.pins.near(places[0], reserved.asked_at)
-        return near is not None and routes.add_near(near, places[0].address, parts[0], write=True)
+    def _no_space(self, key: str, nbytes: int, error: NoSpace) -> EgmError | Again:
+        """No space now, or none ever: the second is not asked for again, since the Master evicts others each time."""
+        self._engine.oversize.note(nbytes)
+        return self._engine.oversize.refusal(key, nbytes) or Again(error)
 
     def _targets(self, reserved: Reserved) -> list[Target]:
         targets: list[Target] = []
@@ -194,7 +227,7 @@ class WriteRound:
         custom: Sequence[tuple[WriteRequest, list[Target]]],
         deadline: float,
     ) -> None:
-        epoch = flights[0][2].epoch
+        epoch = flights[0].reserved.epoch
         master = self._engine.master
 
         def still_ours() -> None:
@@ -211,16 +244,16 @@ class WriteRound:
         except _LostSpace:
             settle(started)
             late = time.monotonic() > deadline
-            for index, request, _ in flights:
-                self.outcomes[index] = self._space.expired(request) if late else self._space.cut_off(request)
+            for number, key, _, _ in flights:
+                self.outcomes[number] = self._space.expired(key) if late else self._space.cut_off(key)
             if late:
-                self._space.revoke([request.key for _, request, _ in flights])
+                self._space.revoke([flight.key for flight in flights])
             return
         except EgmError as error:
             settle(started)
-            for index, _, _ in flights:
-                self.outcomes[index] = error
-            self._space.revoke([request.key for _, request, _ in flights])
+            for flight in flights:
+                self.outcomes[flight.number] = error
+            self._space.revoke([flight.key for flight in flights])
             return
         except BaseException:
             settle(started)
@@ -240,8 +273,8 @@ class WriteRound:
                 if not piece.completion.wait(None if until is None else max(0.0, until - time.monotonic())):
                     return False
             except EgmError as error:
-                for number, _, _ in piece.flights:
-                    self.outcomes[number] = error
+                for flight in piece.flights:
+                    self.outcomes[flight.number] = error
                 piece.flights = []
             self._over = at + 1
             if at < last and self._pieces[at + 1].completion.done():

@@ -200,7 +200,7 @@ def test_every_piece_is_asked_for_before_it_is_copied_and_more_only_when_there_i
     for at in range(20):
         while must_ask(at, sent, 20, ahead, lambda: spare):
             sent += 1
-        assert sent == min(20, at + 1 + (ahead if spare else 0))
+        assert sent == min(20, at + 1 + (ahead if spare else 1))
 
 
 def test_a_buffer_that_cannot_be_registered_is_given_back(monkeypatch: pytest.MonkeyPatch, store: EgmStore) -> None:
