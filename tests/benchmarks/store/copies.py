@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from tests.benchmarks.store.here import Here, at_once, device_address, in_flight
+from tests.benchmarks.store.here import Here, at_once, device_address, in_flight, percentiles
 from tests.benchmarks.store.world import KIB, MIB, World, on_a_cpu_of_its_own
 
 __all__ = ["batches", "large"]
@@ -96,17 +96,21 @@ class _Large:
             name = f"both ways at once, {self.what}, copies alone"
             here.row(name, size * self.count, times, both, 0.97, raw_gbps=round(both, 2))
         for way in ("get", "put"):
-            base = self.rates.get(f"{way} on two")
-            if base is None:
+            if f"{way} on two" not in self.rates:
                 name = f"{way}, {self.what}, two GPUs at once"
                 here.rows.add(name, waived="this machine has one GPU")
                 continue
             runs = [
                 lambda way=way, d=d, s=s: copies(way, d, s) for d, s in zip(here.devices, (first, second), strict=True)
             ]
-            times = here.seconds(lambda _, runs=runs: at_once(*runs))
+
+            def both_at_once(_: int, runs: list[Callable[[], None]] = runs) -> None:
+                at_once(*runs)
+
+            raw, times = here.in_turns(here.raw_two(way), both_at_once)
+            base = here.rate(2 * here.scale.raw, raw)
             name = f"{way}, {self.what}, two GPUs at once, copies alone"
-            here.row(name, size * (len(first) + len(second)), times, base, 0.97)
+            here.row(name, size * (len(first) + len(second)), times, base, 0.97, raw_gbps=round(base, 2))
 
     def with_master(self, kept: list[str]) -> None:
         here, total = self.here, self.size * self.count
@@ -197,9 +201,11 @@ def batches(world: World) -> None:
             raw = here.raw_one(way)
             bare: list[float] = []
             rested: list[float] = []
+            loops: list[float] = []
             times: list[float] = []
             for turn in range(13):
                 bare += here.seconds(raw, 2, 1)
+                loops += here.seconds(lambda _: sum(number * number for number in range(10_000)), 1, 0)
                 some = []
                 for again in range(7):
                     keys = kept if way == "get" else [f"batch-{turn}-{again}-{number}" for number in range(count)]
@@ -210,6 +216,7 @@ def batches(world: World) -> None:
                     times += some[2:]
             base = here.rate(here.scale.raw, bare[6:])
             here.row(f"{way}, {name}", total, times, base, 0.85, raw_gbps=round(base, 2), **_spread(times))
+            here.rows.add("10,000 turns of a loop in Python, meanwhile", **percentiles(loops))
             here.row(f"{way}, the same, after a pause", total, rested, base, **_spread(rested))
 
         compared("get", lambda keys: here.store.batch_get_into(keys, addresses, sizes), lambda _: None)

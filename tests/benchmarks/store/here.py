@@ -253,6 +253,11 @@ class Here:
         pair = (self.hbm[0], self.dram) if way == "get" else (self.dram, self.hbm[0])
         return self.raw([(0, *pair, self.scale.raw)])
 
+    def raw_two(self, way: str) -> Callable[[int], None]:
+        """One large copy for each of two GPUs, in the memory of `raw_rates`."""
+        pairs = [(device, self.hbm[device], self.dram + device * self.scale.raw) for device in self.devices]
+        return self.raw([(d, a, b, self.scale.raw) if way == "get" else (d, b, a, self.scale.raw) for d, a, b in pairs])
+
     def raw_both(self) -> Callable[[int], None]:
         """One large copy each way, in the memory of `raw_rates`."""
         nbytes, hbm = self.scale.raw, self.hbm[0]
@@ -273,8 +278,6 @@ class Here:
             rates["both"] = self.row("raw copies, both ways at once", 2 * nbytes, self.seconds(self.raw_both()))
         if both and len(self.devices) > 1:
             for way in ("get", "put"):
-                pairs = [(device, self.hbm[device], dram + device * nbytes) for device in self.devices]
-                jobs = [(d, a, b, nbytes) if way == "get" else (d, b, a, nbytes) for d, a, b in pairs]
                 name = f"raw copies, {way}, two GPUs at once"
-                rates[f"{way} on two"] = self.row(name, 2 * nbytes, self.seconds(self.raw(jobs)))
+                rates[f"{way} on two"] = self.row(name, 2 * nbytes, self.seconds(self.raw_two(way)))
         return rates

@@ -155,8 +155,8 @@ def on_a_cpu_of_its_own() -> Iterator[None]:
     """This thread, and what it starts meanwhile, on one CPU: one that moves about finds cold caches, and on a virtual
     machine CPUs that have to be woken. Nothing is done where there are fewer than four."""
     mine = os.sched_getaffinity(0)
-    if len(mine) >= 3:  # the Master has one already
-        os.sched_setaffinity(0, {max(mine)})
+    if len(mine) >= 3:  # the Master has one already; next to it may be the other half of the same core
+        os.sched_setaffinity(0, {sorted(mine)[len(mine) // 2]})
     try:
         yield
     finally:
