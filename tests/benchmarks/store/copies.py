@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from tests.benchmarks.store.here import Here, at_once, device_address, in_flight, percentiles
@@ -104,7 +104,7 @@ class _Large:
                 lambda way=way, d=d, s=s: copies(way, d, s) for d, s in zip(here.devices, (first, second), strict=True)
             ]
 
-            def both_at_once(_: int, runs: list[Callable[[], None]] = runs) -> None:
+            def both_at_once(_: int, runs: Sequence[Callable[[], None]] = runs) -> None:
                 at_once(*runs)
 
             raw, times = here.in_turns(here.raw_two(way), both_at_once)
