@@ -101,13 +101,15 @@ class Asked:
 
     def _taken_apart(self, reply: Reply[list[Any]], asked_at: float) -> list[Location | EgmError]:
         rows, epoch = reply.result(), reply.epoch
-        refusal = self._link.refusal
-        return [
-            refusal("GetReplicaList", row.code, key)
-            if row.__class__ is Failure
-            else _location(key, row, asked_at, epoch)
-            for key, row in zip(self.keys, rows, strict=True)
-        ]
+        found: list[Location | EgmError] = []
+        add, keep = found.append, _make
+        for key, row in zip(self.keys, rows, strict=True):
+            if row.__class__ is Failure:
+                add(self._link.refusal("GetReplicaList", row.code, key))
+                continue
+            places, elsewhere = _memory(row[0], _COMPLETE)
+            add(keep(Location, (key, places, elsewhere, asked_at, asked_at + row[1] / 1000, epoch)))
+        return found
 
 
 class Requested:
@@ -126,12 +128,16 @@ class Requested:
         return self._reply.done()
 
     def __call__(self) -> list[Reserved | EgmError]:
-        rows, epoch = self._reply.result(), self._reply.epoch
-        no_space, asked_at = self._link.no_space_for, self._asked_at
-        return [
-            no_space(key, row.code) if row.__class__ is Failure else _reserved(key, row, asked_at, epoch)
-            for key, row in zip(self._keys, rows, strict=True)
-        ]
+        rows, epoch, asked_at = self._reply.result(), self._reply.epoch, self._asked_at
+        granted: list[Reserved | EgmError] = []
+        add, keep = granted.append, _make
+        for key, row in zip(self._keys, rows, strict=True):
+            if row.__class__ is Failure:
+                add(self._link.no_space_for(key, row.code))
+                continue
+            places, elsewhere = _memory(row, _WRITING)
+            add(keep(Reserved, (key, places, elsewhere, asked_at, epoch)))
+        return granted
 
 
 class MasterLink:
@@ -236,10 +242,11 @@ _REFUSALS: dict[int, tuple[type[StoreError], str]] = {
 def _memory(rows: Sequence[Any], status: int) -> tuple[tuple[Place, ...], tuple[str, ...]]:
     """The replicas in memory with this status, and what the others are."""
     if len(rows) == 1:  # nearly always; a batch makes hundreds of these
-        number, (kind, body), its_status = rows[0][:3]
-        if kind == _IN_MEMORY and its_status == status:
+        row = rows[0]
+        kind, body = row[1]
+        if kind == _IN_MEMORY and row[2] == status:
             size, address, protocol, endpoint = body[0][:4]
-            return (_make(Place, (number, address, size, endpoint, protocol)),), _NOTHING
+            return (_make(Place, (row[0], address, size, endpoint, protocol)),), _NOTHING
     places, elsewhere = [], []
     for each in to_replicas(list(rows)):
         if each.kind == "memory" and each.status == status:
@@ -247,15 +254,3 @@ def _memory(rows: Sequence[Any], status: int) -> tuple[tuple[Place, ...], tuple[
         else:
             elsewhere.append(f"replica {each.id} is of kind {each.kind}, status {each.status}")
     return tuple(places), tuple(elsewhere)
-
-
-def _location(key: str, row: Any, asked_at: float, epoch: int) -> Location:
-    places, elsewhere = _memory(row[0], _COMPLETE)
-    made: Location = _make(Location, (key, places, elsewhere, asked_at, asked_at + row[1] / 1000, epoch))
-    return made
-
-
-def _reserved(key: str, rows: Any, asked_at: float, epoch: int) -> Reserved:
-    places, elsewhere = _memory(rows, _WRITING)
-    made: Reserved = _make(Reserved, (key, places, elsewhere, asked_at, epoch))
-    return made

@@ -72,6 +72,8 @@ class Link:
         self.fd = sock.fileno()
         self.input = select.poll()
         self.input.register(self.fd, select.POLLIN)
+        self.ends = select.poll()
+        self.ends.register(self.fd, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
 
     # -- sending
 
@@ -367,9 +369,7 @@ class Link:
         with self.lock:
             if self.dead is not None:
                 return False
-            look = select.poll()
-            look.register(self.fd, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-            return not look.poll(0)
+            return not self.ends.poll(0)
 
 
 def _reason(error: OSError) -> str:
