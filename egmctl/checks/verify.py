@@ -203,9 +203,10 @@ _BYTES: tuple[Check[PoolFacts], ...] = (Placement(), StockClientAgrees())
 def run_verify(
     pool: str, paths: Paths, *, level: str = "quick", progress: Progress = silent, soak_seconds: float = SOAK_SECONDS
 ) -> dict[str, Any]:
-    """The document ``egmctl/verify/1``: ``ok``, ``bytes_checked`` (moved both ways and compared), ``staging_bytes``
-    (of those, counted copy by copy, what did not go between the caller's buffer and the chunk in one step: the consumer
-    refuses rather than stage, so anything but 0 is a defect) and ``checks``.
+    """The document ``egmctl/verify/1``: ``ok`` (nothing failed, and some bytes were checked), ``bytes_checked`` (moved
+    both ways and compared), ``staging_bytes`` (of those, counted copy by copy, what did not go between the caller's
+    buffer and the chunk in one step: the consumer refuses rather than stage, so anything but 0 is a defect) and
+    ``checks``.
 
     ``quick`` tries one object in each chunk, ``full`` objects of odd and large sizes, ``soak`` repeats ``full`` for
     ``soak_seconds``. Objects of others are left alone: at most half of a chunk is asked for. Raises `UsageError` for an
@@ -229,7 +230,7 @@ def run_verify(
             "schema": "egmctl/verify/1",
             "pool": pool,
             "level": level,
-            "ok": ok(results),
+            "ok": ok(results) and facts.bytes_checked > 0,
             "bytes_checked": facts.bytes_checked,
             "staging_bytes": facts.staging_bytes,
             "checks": [result.document() for result in results],

@@ -150,7 +150,7 @@ def _no_room(check: str, size: int) -> CheckResult:
     return CheckResult(
         check,
         "skip",
-        f"the Master has no room for {format_size(size)} ({NoSpace.number})",
+        f"the Master has no room for {format_size(size)} (NO_AVAILABLE_HANDLE, {NoSpace.number})",
         "room for an object",
         "other objects fill the pool, and nothing is wrong with that: verify again once there is room",
     )

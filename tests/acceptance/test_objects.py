@@ -113,7 +113,7 @@ def test_with_the_pool_full_no_space_comes_through_as_a_clear_error(host: Host, 
         for command in (("verify", "dev"), ("bench", "dev", "--block", "1MiB", "--path", "direct", "--count", "1")):
             result = host.run(*command, "--json")
             assert "Traceback" not in result.stderr
-            assert result.code != 0, result.stdout
+            assert result.code == 1, result.stdout
             assert "NO_AVAILABLE_HANDLE" in result.stdout + result.stderr
         for key in keys:
             assert claims(key, store.get(key)) == ""

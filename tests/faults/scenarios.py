@@ -204,14 +204,21 @@ def crowded(run: Run) -> None:
     keys = [f"fill-{number}" for number in range(2 * CHUNK // MIB)]
     away = None
     try:
-        run.put(keys, MIB)
-        ping, away = run.mount_foreign(64 * MIB)
-        old = _engine_pid(run)
-        run.mark("begin")
-        if old:
-            with suppress(ProcessLookupError):
-                os.kill(old, signal.SIGKILL)
-        become(run, "revoked", lambda r: ping() and _since(run, "provider.probe.revoke", run.marks[-1][0]))
+        for _ in range(3):
+            run.put(keys, MIB)
+            ping, away = run.mount_foreign(64 * MIB)
+            old = _engine_pid(run)
+            run.mark("begin")
+            if old:
+                with suppress(ProcessLookupError):
+                    os.kill(old, signal.SIGKILL)
+            if _placed_elsewhere(run, ping):
+                break
+            # On a busy machine the Master may take our agent for dead meanwhile, and the objects go with the chunks.
+            run.remove(keys)
+            away()
+        else:
+            raise Unready("the chunks do not stay full")
         run.mark("end")
     finally:
         with suppress(Exception):
@@ -220,6 +227,14 @@ def crowded(run: Run) -> None:
             with suppress(Exception):
                 away()
     act(run, "teardown", POOL, "--now")
+
+
+def _placed_elsewhere(run: Run, ping: Callable[[], bool]) -> bool:
+    """Whether the next probe was given space that is not ours; False when there was room for it."""
+    moment = run.marks[-1][0]
+    ends = ("provider.probe.revoke", "provider.probe.remove")
+    become(run, "revoked", lambda r: ping() and any(_since(run, site, moment) for site in ends))
+    return _since(run, ends[0], moment)
 
 
 def orphan(run: Run) -> None:

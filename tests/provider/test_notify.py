@@ -191,7 +191,13 @@ def foreground(tmp_path: Path, quick_master: Master, supervisor: Supervisor) -> 
         command = [sys.executable, "-m", "egmctl", "--state-dir", str(tmp_path / "state"), "provision"]
         command += [str(spec_file(tmp_path, quick_master)), "--foreground", *options]
         told = {"NOTIFY_SOCKET": supervisor.address, "WATCHDOG_USEC": "1000000", **environ}
-        process = subprocess.Popen(command, env={**os.environ, **told}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **told},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also where the tests run under nohup
+        )
         started.append(process)
         return process
 

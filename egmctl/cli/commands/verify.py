@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from egmctl.errors import VerificationError
+from egmctl.errors import FailedError, VerificationError
 
 if TYPE_CHECKING:
     from egmctl.cli.output import Output
@@ -39,7 +39,7 @@ def run(
 
     Puts and gets through the real Master and compares every byte; compares what the agent, the ledger, the Master and
     the descriptor say of each other. Exit 7 when bytes or records are wrong; a check that could not run is shown as
-    skip, never as pass.
+    skip, never as pass, and when no byte could be checked (others have filled the pool) the exit is 1.
     """
     from egmctl.checks.verify import run_verify
     from egmctl.cli.checklist import show_checks
@@ -50,4 +50,7 @@ def run(
     with Progress(output) as progress:
         document = run_verify(known_name(pool), output.paths, level=level.value, progress=progress)
     output.emit("verify", document, lambda: show_checks(output, document))
-    return 0 if document["ok"] else VerificationError.exit_code
+    if document["ok"]:
+        return 0
+    wrong = any(check["status"] == "fail" for check in document["checks"])
+    return VerificationError.exit_code if wrong else FailedError.exit_code
