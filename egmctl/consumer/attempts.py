@@ -32,6 +32,7 @@ def read_all(
     results: list[int | EgmError] = [GetFailed("was not tried")] * len(requests)
     failures: Failures = first.failures if first is not None else {}
     todo: Sequence[int] = range(len(requests))
+    not_told = GetFailed("was interrupted", hint="get it again")
     backoff = Backoff(engine.timing.retry)
     hurried = 0
     while todo:
@@ -46,15 +47,15 @@ def read_all(
             except EgmError as error:
                 current.give_up(error)
         except BaseException:
-            current.abandon()
+            current.abandon(torn=True)
             raise
-        found = [current.outcomes[index] for index in todo]
+        found = [current.outcomes.get(index, not_told) for index in todo]
         if len(found) == len(results) and Again not in set(map(type, found)):
             return found  # type: ignore[return-value]
         again: list[int] = []
         at_once = True
         for index in todo:
-            outcome = current.outcomes[index]
+            outcome = current.outcomes.get(index, not_told)
             if isinstance(outcome, Again):
                 again.append(index)
                 results[index] = outcome.error
@@ -84,6 +85,9 @@ def write_all(
     that was started before."""
     results: list[int | EgmError] = [InterruptedPut("was not tried")] * len(requests)
     todo: Sequence[int] = range(len(requests))
+    not_told = InterruptedPut(
+        "was interrupted; whether it was published is not known", hint="ask exists()", facts={"revoked": None}
+    )
     retry, space = Backoff(engine.timing.retry), Backoff(engine.timing.no_space)
     hurried = 0
     while todo:
@@ -98,16 +102,16 @@ def write_all(
             except EgmError as error:
                 current.give_up(error)
         except BaseException:
-            current.abandon()
+            current.abandon(torn=True)
             raise
-        found = [current.outcomes[index] for index in todo]
+        found = [current.outcomes.get(index, not_told) for index in todo]
         if len(found) == len(results) and not {Again, Unreachable} & set(map(type, found)):
             return found  # type: ignore[return-value]
         again: list[int] = []
         elsewhere: list[int] = []
         at_once, full = True, True
         for index in todo:
-            outcome = current.outcomes[index]
+            outcome = current.outcomes.get(index, not_told)
             if isinstance(outcome, Again):
                 results[index] = outcome.error
                 again.append(index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from egmctl.consumer.buffers import Buffers
@@ -60,19 +60,27 @@ class StoreBase:
         if self._closed:
             raise StoreClosed("the store is closed")
 
-    def _under_way(
-        self, round_: ReadRound | WriteRound, finish: Callable[[], list[int | EgmError]], release: Callable[[], None]
+    def _begin(
+        self, round_: ReadRound | WriteRound, finish: Callable[[], list[int | EgmError]], keys: Sequence[str] = ()
     ) -> BatchTransfer:
+        """Begin a round, known to `close` from before; puts hold their ``keys`` until it is over, also by failing."""
+        held: set[str] = set()
+
         def over() -> None:
             with self._lock:
                 self._outstanding.discard(transfer)
-            release()
+            self._locks.release(held)
 
         transfer = BatchTransfer(round_, finish, over)
-        with self._lock:
-            closed = self._closed
-            self._outstanding.add(transfer)
-        if closed:
-            transfer.abandon()
+        try:
+            if keys:
+                self._locks.acquire(keys, self._engine.timing.put_deadline, held)
+            with self._lock:
+                self._open()
+                self._outstanding.add(transfer)
+            transfer.begin()
             self._open()
+        except BaseException:
+            transfer.abandon(torn=True)
+            raise
         return transfer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, repeat
@@ -17,7 +18,7 @@ from egmctl.consumer.host_copy import Completion, Copier, Done, Fragment, Group
 from egmctl.consumer.mappings import MappingCache
 from egmctl.consumer.master_link import MasterLink
 from egmctl.consumer.pins import Near, Pins, Target
-from egmctl.memory.driver import Driver
+from egmctl.memory.driver import CudaError, Driver
 
 __all__ = [
     "Backoff",
@@ -172,7 +173,7 @@ class Oversize:
     @property
     def active(self) -> bool:
         """Whether anything has to be refused at all."""
-        return self._nbytes != 0
+        return self._nbytes != 0 and time.monotonic() < self._until
 
     def note(self, nbytes: int) -> None:
         """The Master had no space for ``nbytes``."""
@@ -245,6 +246,17 @@ class Engine:
         if not started:
             return Done()
         return started[0] if len(started) == 1 else Group(started)
+
+    def quiesce(self, stream: int | None = None) -> None:
+        """Until no copy of this store runs that was begun before, nor what ``stream`` holds: for whoever was
+        interrupted, and cannot know which copies it has begun."""
+        for part in (self.device_copier, self.gatherer, self.host_copier):
+            waits = getattr(part, "quiesce", None)
+            if waits is not None:
+                waits()
+        if stream is not None and self.driver is not None:
+            with suppress(CudaError):
+                self.driver.stream_synchronize(stream)
 
     def _wait_for(self, stream: int) -> None:
         """The CPU cannot be queued behind a stream: it waits for what the stream holds."""

@@ -70,16 +70,11 @@ class Gets(StoreBase):
         self._open()
         requests = Reads(self._buffers, keys, singles(addresses, capacities))
         first = ReadRound(self._engine, requests, stream)
-        try:
-            first.begin()
-        except BaseException:
-            first.abandon()
-            raise
 
         def finish() -> list[int | EgmError]:
             return read_all(self._engine, requests, stream=stream, first=first)
 
-        return self._under_way(first, finish, lambda: None)
+        return self._begin(first, finish)
 
     @keeps_device
     def get_range(self, key: str, offset: int, length: int, address: int, *, stream: int | None = None) -> int:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Protocol
 
 from egmctl.units import MIB
@@ -38,7 +39,10 @@ class Completion(Protocol):
 
 
 class Copier(Protocol):
-    """Copies fragments. ``device`` is the GPU whose engines are used, ``stream`` a stream to be ordered after."""
+    """Copies fragments. ``device`` is the GPU whose engines are used, ``stream`` a stream to be ordered after.
+
+    One whose copies go on after `copy` returns also has ``quiesce()``: until none runs that was begun before.
+    """
 
     def copy(
         self, fragments: Sequence[Fragment], *, device: int | None = None, stream: int | None = None
@@ -107,6 +111,13 @@ class _Share:
         self._unclaimed = [fragments]
         self.future: Future[None] = Future()
 
+    def drop(self) -> None:
+        """Nobody need do it any more; whoever has begun goes on."""
+        if self._unclaimed:
+            with suppress(IndexError):
+                self._unclaimed.pop()
+                self.future.set_result(None)
+
     def run(self) -> None:
         try:
             fragments = self._unclaimed.pop()
@@ -126,6 +137,7 @@ class HostCopier:
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads if threads else min(4, len(os.sched_getaffinity(0)))
         self._pool: ThreadPoolExecutor | None = None
+        self._under_way: set[Future[None]] = set()
         self._lock = threading.Lock()
 
     def copy(
@@ -136,16 +148,22 @@ class HostCopier:
         if total <= INLINE_UP_TO:
             _move(fragments)
             return Done()
-        futures: list[Future[None]] = []
+        shares = [_Share(each) for each in self._shares(fragments, total)]
         try:
-            for fragment_list in self._shares(fragments, total):
-                share = _Share(fragment_list)
-                futures.append(share.future)
+            for share in shares:
+                self._under_way.add(share.future)
+                share.future.add_done_callback(self._under_way.discard)
                 self._hand_over(share)
         except BaseException:
-            wait(futures[:-1])  # nobody else knows of them, and they use memory that may be unmapped after this
+            for share in shares:
+                share.drop()
+            wait([share.future for share in shares])  # they use memory that may be unmapped after this
             raise
-        return _Futures(futures)
+        return _Futures([share.future for share in shares])
+
+    def quiesce(self) -> None:
+        """Until no copy runs that was begun before, also one that nobody has a handle of."""
+        wait(list(self._under_way))
 
     def _hand_over(self, share: _Share) -> None:
         try:

@@ -18,9 +18,10 @@ class KeyLocks:
         self._held: set[str] = set()
         self._changed = threading.Condition()
 
-    def acquire(self, keys: Iterable[str], timeout: float) -> set[str]:
+    def acquire(self, keys: Iterable[str], timeout: float, held: set[str]) -> None:
         """All of ``keys`` or, after ``timeout`` seconds, none of them (`ObjectBusy`). All at once, so two batches that
-        share keys cannot wait for each other."""
+        share keys cannot wait for each other. They are added to the caller's ``held``, to be released whatever comes:
+        an interrupt may come before the return."""
         wanted = set(keys)
         until = time.monotonic() + timeout
         with self._changed:
@@ -34,8 +35,8 @@ class KeyLocks:
                         hint="call result() of its transfer first",
                     )
                 self._changed.wait(left)
-            self._held.update(wanted)
-        return wanted
+            held |= wanted
+            self._held |= wanted
 
     def release(self, keys: Iterable[str]) -> None:
         with self._changed:

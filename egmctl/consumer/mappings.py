@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 
 from egmctl.consumer.errors import StoreClosed
@@ -43,9 +43,8 @@ class Lease:
 
     def release(self) -> None:
         """Twice is once."""
-        cache, self._cache = self._cache, None
-        if cache is not None:
-            cache._release([self._entry])
+        if self._cache is not None:
+            self._cache.release([self])
 
 
 class MappingCache:
@@ -131,18 +130,20 @@ class MappingCache:
                 error if isinstance(error, Exception) else EgmError(f"the import was interrupted ({error!r})")
             )
             raise
-        entry.mapping = mapping
         entry.future.set_result(mapping)
+        entry.mapping = mapping
         return Lease(self, entry, mapping)
 
     def release(self, leases: Iterable[Lease]) -> None:
-        """All of them at once."""
-        entries = []
-        for lease in leases:
-            if lease._cache is not None:
-                lease._cache = None
-                entries.append(lease._entry)
-        self._release(entries)
+        """All of them at once. Twice is once."""
+        closing: list[_Entry] = []
+        with self._lock:
+            for lease in leases:
+                if lease._cache is not None:
+                    lease._cache = None
+                    self._give_back(lease._entry, closing)
+            closing += self._surplus()
+        self._close_all(closing)
 
     def drop(self, chosen: Callable[[Hashable], bool]) -> None:
         """Close the mappings whose key is chosen: now when idle, else when their last user is done. A later `acquire`
@@ -179,17 +180,13 @@ class MappingCache:
         if failure is not None:
             raise failure
 
-    def _release(self, entries: Sequence[_Entry]) -> None:
-        closing: list[_Entry] = []
-        with self._lock:
-            for entry in entries:
-                entry.users -= 1
-                if entry.users == 0 and entry.doomed:
-                    self._doomed.discard(entry)
-                    self._bytes -= entry.nbytes
-                    closing.append(entry)
-            closing += self._surplus()
-        self._close_all(closing)
+    def _give_back(self, entry: _Entry, closing: list[_Entry]) -> None:
+        """One user less; called with the lock held."""
+        entry.users -= 1
+        if entry.users == 0 and entry.doomed:
+            self._doomed.discard(entry)
+            self._bytes -= entry.nbytes
+            closing.append(entry)
 
     def _surplus(self) -> list[_Entry]:
         """Idle entries, oldest use first, taken out until the bounds hold; called with the lock held."""

@@ -176,9 +176,9 @@ class Pins:
 
     def close(self) -> None:
         """Only when no copy runs any more. Twice is once."""
-        leases, self._leases = self._leases, {}
-        if leases:
-            self._mappings.release([lease for lease, _, _ in leases.values()])
+        if self._leases:
+            self._mappings.release([lease for lease, _, _ in self._leases.values()])
+            self._leases = {}
 
     def _lease(self, binding: Binding, chunk: ChunkAt) -> Lease:
         held = self._leases.get(chunk.identity)

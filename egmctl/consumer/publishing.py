@@ -108,9 +108,9 @@ class Publishing:
         """Wait for the answers to what was published, the last ``but`` requests left out, and note them."""
         for ended in self._ended[: len(self._ended) - but]:
             if ended.answer is not None:
-                answer, ended.answer = ended.answer, None
-                self._note(ended.flights, answer)
-                ended.flights = ()  # what was known of the objects is let go of now, while others are copied
+                self._note(ended.flights, ended.answer)
+                # What was known of the objects is let go of now, while others are copied.
+                ended.answer, ended.flights = None, ()
 
     def _note(self, flights: Sequence[Flight], answer: Answer[bool]) -> None:
         try:
@@ -123,7 +123,7 @@ class Publishing:
         if rows.count(True) == len(flights):  # nearly always
             self._outcomes.update([(flight[0], flight[2]) for flight in flights])
             for flight in flights:
-                del self._held[flight[1]]
+                self._held.pop(flight[1], None)
             return
         for (number, key, nbytes, _), row in zip(flights, rows, strict=True):
             self._held.pop(key, None)
@@ -165,6 +165,13 @@ class Publishing:
             key,
             f"took longer than the {self._engine.timing.put_deadline:g} s within which a put may be published",
             "put smaller objects, or raise put_deadline, staying below the Master's lease and discard times",
+        )
+
+    def less(self, key: str, nbytes: int) -> InterruptedPut:
+        return self._interrupted(
+            key,
+            f"the Master gave less space than the {nbytes} bytes it was asked for",
+            "see whether this version of the Master is supported",
         )
 
     def cut_off(self, key: str, error: EgmError | None = None) -> Again:

@@ -57,8 +57,9 @@ class Puts(StoreBase):
         check_batch(keys, buffers)
         self._open()
         requests = Writes(self._buffers, keys, buffers)
-        held = self._locks.acquire(keys, self._engine.timing.put_deadline)
+        held: set[str] = set()
         try:
+            self._locks.acquire(requests.every_key, self._engine.timing.put_deadline, held)
             return write_all(self._engine, requests, config or ReplicateConfig(), stream=stream)
         finally:
             self._locks.release(held)
@@ -88,19 +89,12 @@ class Puts(StoreBase):
         config = config or ReplicateConfig()
         self._open()
         requests = Writes(self._buffers, keys, singles(addresses, sizes))
-        held = self._locks.acquire(keys, self._engine.timing.put_deadline)
         first = WriteRound(self._engine, requests, config, stream)
-        try:
-            first.begin()
-        except BaseException:
-            first.abandon()
-            self._locks.release(held)
-            raise
 
         def finish() -> list[int | EgmError]:
             return write_all(self._engine, requests, config, stream=stream, first=first)
 
-        return self._under_way(first, finish, lambda: self._locks.release(held))
+        return self._begin(first, finish, requests.every_key)
 
     def put(self, key: str, data: bytes | bytearray | memoryview, *, config: ReplicateConfig | None = None) -> int:
         """Put what a bytes-like object holds: where it lies, unless it is read-only and not ``bytes``, which is copied
@@ -140,8 +134,9 @@ class Puts(StoreBase):
         self, request: WriteRequest, config: ReplicateConfig | None, stream: int | None = None
     ) -> list[int | EgmError]:
         self._open()
-        held = self._locks.acquire([request.key], self._engine.timing.put_deadline)
+        held: set[str] = set()
         try:
+            self._locks.acquire([request.key], self._engine.timing.put_deadline, held)
             return write_all(self._engine, [request], config or ReplicateConfig(), stream=stream)
         finally:
             self._locks.release(held)

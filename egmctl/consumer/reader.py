@@ -242,21 +242,21 @@ class ReadRound:
         for piece in self._pieces:
             gone = piece.endpoints & bad
             for number in piece.numbers if gone else ():
-                if isinstance(self.outcomes.get(number), int):
+                if not isinstance(self.outcomes.get(number), (EgmError, Again)):
                     self.outcomes[number] = Again(
                         StaleAllocation("the provider ended during the copy", where=", ".join(sorted(gone)))
                     )
 
     def _judge(self, piece: _Piece, answers: Sequence[Location | EgmError | None] | None) -> None:
-        piece.judged = True
         flights = piece.flights
+        piece.numbers = [flight[0] for flight in flights]
+        piece.endpoints = {flight[2].endpoint for flight in flights}
         if answers is None and not piece.moved:  # nearly always: nothing has changed
             self.outcomes.update([(flight[0], flight[3]) for flight in flights])
         else:
             for flight, answer in zip(flights, answers or [None] * len(flights), strict=True):
                 self.outcomes[flight.number] = self._verdict(piece, flight, answer)
-        piece.numbers = [flight[0] for flight in flights]
-        piece.endpoints = {flight[2].endpoint for flight in flights}
+        piece.judged = True
         # What was known of the objects is let go of now, while others are copied, and not all of it at the end.
         piece.flights, piece.asked, piece.question = [], None, None
 
@@ -269,9 +269,12 @@ class ReadRound:
             return _changed(flight, None)
         return flight.result
 
-    def abandon(self) -> None:
-        """Wait for copies under way, then let go of the memory; nothing is believed."""
+    def abandon(self, *, torn: bool = False) -> None:
+        """Wait for copies under way, then let go of the memory; nothing is believed. ``torn``: by an interrupt, that
+        may have come between a copy's beginning and the note of it."""
         settle([piece.completion for piece in self._pieces])
+        if torn:
+            self._engine.quiesce(self._stream)
         self.pins.close()
 
     def give_up(self, error: EgmError) -> None:

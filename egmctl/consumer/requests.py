@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from operator import add
+from collections.abc import Callable, Iterable, Sequence
+from operator import add, index
 from typing import Any, NamedTuple, Protocol
 
 from egmctl.consumer.buffers import Buffer, Buffers
@@ -140,8 +140,8 @@ class Reads:
 
     def __init__(self, buffers: Buffers, keys: Sequence[str], lists: Sequence[BufferList]) -> None:
         self._buffers = buffers
-        self._keys = keys
-        self._lists = lists
+        self._keys = list(keys)
+        self._lists = _own(lists)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -167,12 +167,16 @@ class Writes:
 
     def __init__(self, buffers: Buffers, keys: Sequence[str], lists: Sequence[BufferList]) -> None:
         self._buffers = buffers
-        self._keys = keys
-        self._lists = lists
+        self._keys = list(keys)
+        self._lists = _own(lists)
         self._first: dict[str, int] = {}
-        if len(set(keys)) < len(keys):
-            for at, key in enumerate(keys):
+        if len(set(self._keys)) < len(self._keys):
+            for at, key in enumerate(self._keys):
                 self._first.setdefault(key, at)
+
+    @property
+    def every_key(self) -> Sequence[str]:
+        return self._keys
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -199,7 +203,7 @@ class Writes:
 
 
 def _plain(buffers: Buffers, keys: Sequence[str], lists: Sequence[BufferList], numbers: Sequence[int]) -> Plain | None:
-    if not isinstance(lists, _Singles) or not isinstance(numbers, range) or numbers.step != 1:
+    if not numbers or not isinstance(lists, _Singles) or not isinstance(numbers, range) or numbers.step != 1:
         return None
     these = slice(numbers.start, numbers.stop)
     keys, addresses, sizes = keys[these], lists.addresses[these], lists.sizes[these]
@@ -216,14 +220,26 @@ class _Singles(Sequence[BufferList]):
     """Made one by one: a list of hundreds would be made before the first of them is asked for."""
 
     def __init__(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
-        self.addresses = addresses
-        self.sizes = sizes
+        self.addresses = _integers(addresses)
+        self.sizes = _integers(sizes)
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, at: Any) -> Any:
         return ((self.addresses[at], self.sizes[at]),)
+
+
+def _integers(numbers: Iterable[int]) -> list[int]:
+    """Our own, of whatever kind they are: a caller may change its lists while a put is under way."""
+    try:
+        return list(map(index, numbers))
+    except TypeError as error:
+        raise InvalidRequest(f"addresses and sizes are integers: {error}") from error
+
+
+def _own(lists: Sequence[BufferList]) -> Sequence[BufferList]:
+    return lists if isinstance(lists, _Singles) else [[tuple(_integers(pair)) for pair in pairs] for pairs in lists]  # type: ignore[misc]
 
 
 def singles(addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[BufferList]:

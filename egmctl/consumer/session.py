@@ -107,7 +107,7 @@ class Session:
                     routes.add(found[key][2], part, write=False)
                 return self._engine.copy(routes, stream)
 
-            self._copy([read[0] for read in reads], begin)
+            self._copy([read[0] for read in reads], begin, stream)
         return total
 
     def gather(
@@ -143,7 +143,7 @@ class Session:
                 spaces = [(target, place.nbytes) for _, place, target in [found[key] for key in keys]]
                 return gather(self._engine, self._buffers, spaces, entries, destination, stream)
 
-            self._copy(keys, begin)
+            self._copy(keys, begin, stream)
         return entries.nbytes
 
     @keeps_device
@@ -170,7 +170,7 @@ class Session:
                 location, place, _ = self._object(key)
                 if not isinstance(answer, Location) or not answer.still_holds(place, location):
                     return False
-            return not self._opened().confirm()
+            return not self._opened().confirm({place.endpoint for _, place, _ in self._found.values()})
 
     def _locate(self) -> None:
         backoff = Backoff(self._engine.timing.retry)
@@ -221,18 +221,18 @@ class Session:
         except KeyError:
             raise InvalidRequest("is not an object of this session", where=f"object {key!r}") from None
 
-    def _copy(self, keys: Sequence[str], begin: _Begin) -> None:
+    def _copy(self, keys: Sequence[str], begin: _Begin, stream: int | None) -> None:
         """Copy from where the objects lie; should that fail, from others of their replicas."""
         self._check_lease()
         try:
-            self._wait(begin(self._found))
+            self._carry_out(begin, self._found, stream)
         except NOT_THE_PLACE:
             raise
         except EgmError as error:
-            self._copy_elsewhere(keys, begin, error)
+            self._copy_elsewhere(keys, begin, stream, error)
         self._check_after({self._found[key][1].endpoint for key in keys})
 
-    def _copy_elsewhere(self, keys: Sequence[str], begin: _Begin, failure: EgmError) -> None:
+    def _copy_elsewhere(self, keys: Sequence[str], begin: _Begin, stream: int | None, failure: EgmError) -> None:
         """A failure does not tell which of several places it was. So those at one provider are avoided, then those at
         the next, then at two of them; what had to be avoided is not read any more in this session."""
         untried = deque(_more_to_avoid(self._failed, [self._found[key] for key in keys], failure))
@@ -247,7 +247,7 @@ class Session:
                 failure = error.error if isinstance(error, Again) else error
                 continue
             try:
-                self._wait(begin(found))
+                self._carry_out(begin, found, stream)
             except NOT_THE_PLACE:
                 raise
             except EgmError as error:
@@ -280,15 +280,14 @@ class Session:
             raise StaleAllocation("is another object now, or may be", where=f"object {key!r}", hint="call renew()")
         return (location, *choose(self._opened(), answer._replace(places=places), failed))
 
-    def _wait(self, completion: Completion) -> None:
+    def _carry_out(self, begin: _Begin, found: dict[str, _Found], stream: int | None) -> None:
         try:
-            completion.wait(None)
+            begin(found).wait(None)
         except EgmError:
             raise
         except BaseException:
-            # The copy may still run: nothing may be unmapped under it.
-            while not completion.done():
-                time.sleep(0.001)
+            # The copy may still run, or have been begun without our knowing: nothing may be unmapped under it.
+            self._engine.quiesce(stream)
             raise
 
     def _check_lease(self) -> None:

@@ -32,6 +32,12 @@ class BatchTransfer:
         self._results: list[int | EgmError] | None = None
         self._abandoned = False
 
+    def begin(self) -> None:
+        """What the store does first; not under way before it returns."""
+        with self._lock:
+            if not self._abandoned:
+                self._round.begin()
+
     @keeps_device
     def done(self) -> bool:
         """Whether the copies are over, without waiting. What they are worth only `result` says."""
@@ -52,19 +58,21 @@ class BatchTransfer:
                 self._results = self._finish()
             except BaseException:
                 self._abandoned = True
+                self._round.abandon(torn=True)
                 raise
             finally:
                 self._release()
             return list(self._results)
 
     @keeps_device
-    def abandon(self) -> None:
-        """Wait for the copies, give a put's space back, believe nothing. After `result` it does nothing."""
+    def abandon(self, *, torn: bool = False) -> None:
+        """Wait for the copies, give a put's space back, believe nothing. After `result` it does nothing. ``torn``: by
+        an interrupt, after which copies may run that nobody noted."""
         with self._lock:
             if self._results is None and not self._abandoned:
                 self._abandoned = True
                 try:
-                    self._round.abandon()
+                    self._round.abandon(torn=torn)
                 finally:
                     self._release()
 

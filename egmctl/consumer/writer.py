@@ -75,7 +75,6 @@ class WriteRound:
         self._pieces: list[_Piece] = []
         self._over = 0  # pieces whose copies are known to be over
         self._ended = 0  # of these, pieces that were published as far as they may be
-        self._begun = False
         self.pins = Pins(engine.bindings, engine.mappings)
         self.outcomes: dict[int, int | EgmError | Again] = {}
         self._space = Publishing(engine, self.outcomes)
@@ -156,7 +155,7 @@ class WriteRound:
             if address is not None and reserved.__class__ is Reserved and len(reserved[1]) == 1 and not reserved[2]:
                 place = reserved[1][0]
                 close: Any = near(place, reserved[3])
-                if close is not None and close[column] is not None:
+                if close is not None and close[column] is not None and place[2] == nbytes:
                     fragments.append((close[column] + place[1] - close[1], address, nbytes))
                     flights.append(_make(Flight, (number, key, nbytes, reserved)))
                     continue
@@ -185,6 +184,8 @@ class WriteRound:
         routes: Routes,
         custom: list[tuple[WriteRequest, list[Target]]],
     ) -> None:
+        if any(place.nbytes < request.nbytes for place in reserved.places):
+            raise self._space.less(request.key, request.nbytes)
         targets = self._targets(reserved)
         if request.custom is not None:
             custom.append((request, targets))
@@ -295,14 +296,18 @@ class WriteRound:
             self.pins.close()
 
     def _end(self, bad: set[str]) -> None:
-        over, self._ended = self._pieces[self._ended : self._over], self._over
+        over, until = self._pieces[self._ended : self._over], self._over
         self._space.end([(piece.flights, piece.deadline) for piece in over], bad)
+        self._ended = until
         for piece in over:
             piece.flights = []
 
-    def abandon(self) -> None:
-        """Wait for copies under way, then give the space back and let go of the memory. Twice is once."""
+    def abandon(self, *, torn: bool = False) -> None:
+        """Wait for copies under way, then give the space back and let go of the memory. Twice is once. ``torn``: by an
+        interrupt, that may have come between a copy's beginning and the note of it."""
         settle([piece.completion for piece in self._pieces])
+        if torn:
+            self._engine.quiesce(self._stream)
         self._space.give_back()
         self.pins.close()
 

@@ -334,10 +334,15 @@ class CudaDriver:
             return
         if self._batch is None:
             self._batch = self._find_batch()
-        columns = [each if isinstance(each, array) else array("Q", each) for each in (destinations, sources, sizes)]
+        columns = [
+            each if isinstance(each, array) and each.typecode == "Q" else array("Q", each)
+            for each in (destinations, sources, sizes)
+        ]
         result = self._batch(*(column.buffer_info()[0] for column in columns), count, stream)
         if result:
-            self._check("cuMemcpyBatchAsync", self._cuda.CUresult(result))
+            known = self._cuda.CUresult
+            name = next((each.name for each in known if int(each) == result), str(result))  # or newer than the bindings
+            raise CudaError("cuMemcpyBatchAsync", name, result)
 
     def _find_batch(self) -> Callable[..., int]:
         """From the library itself: the bindings make an object of each address, which takes as long as the copies."""

@@ -237,7 +237,7 @@ def _list_writer(kind: Sequence | Array) -> _Writer:
             raise ValueError(f"{len(value)} elements for an array of {count}")
         if code is not None:
             out.append(struct.pack(f"<{len(value)}{code}", *value))
-        elif value:
+        elif len(value):
             out += elements(value, width)
 
     return write_list
@@ -247,8 +247,8 @@ def _make_column(kind: Type) -> _Column:
     """As `_make_writer`, for all elements of a list at once: what is decided for each costs most in a batch."""
     if isinstance(kind, Text):
         return _text_column
-    if isinstance(kind, Struct):
-        members = [_make_column(member) for member in kind.members]
+    if isinstance(kind, Struct) and all(isinstance(each, (Text, Scalar, Optional)) for each in kind.members):
+        members = [_make_column(member) for member in kind.members]  # each makes one piece of a value
 
         def struct_column(values: Any, width: int) -> Iterable[bytes]:
             columns = list(zip(*values, strict=True))
@@ -256,8 +256,7 @@ def _make_column(kind: Type) -> _Column:
                 zip(*[member(column, width) for member, column in zip(members, columns, strict=True)], strict=True)
             )
 
-        if all(isinstance(member, (Text, Scalar, Optional)) for member in kind.members):  # each makes one piece
-            return struct_column
+        return struct_column
     write = _make_writer(kind)
 
     def column(values: Any, width: int) -> Iterable[bytes]:

@@ -102,11 +102,11 @@ class GpuCopier:
                 event = borrowed.event()
                 driver.event_record(event, each)
                 events.append(event)
+            prompt = stream is None and largest * (len(flat) // 3) <= _PROMPT
+            submitted = Submitted(borrowed, events, prompt=prompt)
         except BaseException:
             abandon(borrowed)
             raise
-        prompt = stream is None and largest * (len(flat) // 3) <= _PROMPT
-        submitted = Submitted(borrowed, events, prompt=prompt)
         pool.track(submitted)
         return submitted
 
@@ -292,6 +292,11 @@ class GpuCopier:
             self.copy(fragments, device=device, strategy=strategy).wait()
             times.append(time.perf_counter() - begin)
         return statistics.median(times[1:])
+
+    def quiesce(self) -> None:
+        """Until no copy runs that was queued before."""
+        for pool in self._pools.values():
+            pool.quiesce()
 
     def close(self) -> None:
         """Waits for copies under way. Twice is success."""

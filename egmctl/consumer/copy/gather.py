@@ -221,6 +221,11 @@ class GpuGatherer:
         for device in self._pools:
             self._kernels.prepare(device)
 
+    def quiesce(self) -> None:
+        """Until no gather runs that was queued before on streams of the gatherer's own."""
+        for pool in self._pools.values():
+            pool.quiesce()
+
     def close(self) -> None:
         """Waits for gathers under way. Twice is success."""
         for pool in self._pools.values():

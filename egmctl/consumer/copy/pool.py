@@ -272,6 +272,13 @@ class DevicePool:
             copy.done()
         self._sweep_from = max(_SWEEP_FROM, 2 * len(self._in_flight))
 
+    def quiesce(self) -> None:
+        """Until nothing that was queued on the pool's streams runs any more, also what nobody has a handle of."""
+        with contextlib.suppress(CudaError):  # the context is lost, and all copies with it
+            self.driver.use_device(self.device)
+            for stream in list(self._every_stream):
+                self.driver.stream_synchronize(stream)
+
     def close(self) -> None:
         """Waits for what is under way, then destroys everything. Twice is success; the first failure is raised last."""
         with self._lock:
