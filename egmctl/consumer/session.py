@@ -170,7 +170,7 @@ class Session:
                 location, place, _ = self._object(key)
                 if not isinstance(answer, Location) or not answer.still_holds(place, location):
                     return False
-            return not self._opened().confirm({place.endpoint for _, place, _ in self._found.values()})
+            return not self._opened().confirm()  # also of providers that are not read any more, but were
 
     def _locate(self) -> None:
         backoff = Backoff(self._engine.timing.retry)
