@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,8 +11,14 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.master import ALL_VERSIONS, Master, MasterMissing
 
-# A machine that is busy with other tests is slow, and that is no finding about what is tested.
-settings.register_profile("egmctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A machine that is busy with other tests is slow, and that is no finding about what is tested. The examples are the
+# same in each run; EGMCTL_FUZZ=20 looks for others, and for twenty times as many in tests/lifecycle/test_fuzz.py.
+settings.register_profile(
+    "egmctl",
+    deadline=None,
+    derandomize="EGMCTL_FUZZ" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("egmctl")
 
 # What a shell starts in the background ignores Ctrl-C, and so would every process that a test starts and interrupts.

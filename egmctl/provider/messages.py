@@ -45,10 +45,11 @@ def error_from_document(document: Any) -> EgmError:
     """The error that another process met, to be raised here."""
     if not isinstance(document, dict):
         return FailedError("the agent reported an error without saying which", hint="see the agent's log")
-    kind = _BY_EXIT.get(document.get("exit", 1), FailedError)
+    code = document.get("exit")
+    kind = _BY_EXIT.get(code, FailedError) if isinstance(code, int) else FailedError
     facts = document.get("facts")
     error = kind(
-        str(document.get("message", "no message")),
+        str(document.get("message") or "no message"),
         where=str(document.get("where", "")),
         hint=str(document.get("hint", "")),
         facts=facts if isinstance(facts, dict) else None,

@@ -8,6 +8,7 @@ plans, saved topologies, ledgers, answers of agents, handshakes from either side
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sqlite3
 import struct
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from egmctl.errors import EgmError, UsageError
@@ -35,8 +36,9 @@ from egmctl.topology import Topology, load_topology, read_topology
 from tests.lifecycle.fake_master import FakeMaster
 from tests.provider.pools import small_plan
 
-quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+TIMES = int(os.environ.get("EGMCTL_FUZZ", "1"))
+quick = settings(max_examples=150 * TIMES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=40 * TIMES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=12),
@@ -320,6 +322,8 @@ def test_whatever_a_peer_says_to_our_endpoint_the_next_one_is_served(endpoint: H
     assert fetch_descriptor(endpoint.endpoint).name == "n"
 
 
+@example(answer=b'{"ok": false, "error": {"exit": []}}\n')
+@example(answer=b'{"ok": false, "error": {"message": ""}}\n')
 @few
 @given(
     st.lists(
