@@ -66,6 +66,11 @@ class Outcome:
     codes: list[int] = field(default_factory=list)
     note: str = ""
 
+    @property
+    def missed(self) -> bool:
+        """Whether the fault should have come up and did not."""
+        return not self.reached and not self.moot and self.job.place.site not in RACING
+
 
 def preload() -> None:
     """Import what commands import, so that a forked one starts at once."""
@@ -104,7 +109,8 @@ def clean_run(world: World, scenario: Scenario) -> tuple[list[Place], set[str], 
         if left:
             problems["left"] = left
         events = run.events()
-        begin, end = (moment for moment, _ in run.marks)
+        moments = [moment for moment, _ in run.marks]
+        begin, end = moments[0], moments[-1]
         places = [
             Place(scenario.name, line["label"], line["site"], line["nth"], str(line["detail"].get("what", "")))
             for line in events

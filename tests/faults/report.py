@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tests.faults.campaign import MODES, RACING, Outcome
+from tests.faults.campaign import MODES, Outcome
 
 __all__ = ["summary", "table"]
 
@@ -18,7 +18,7 @@ def summary(
     seconds: float,
 ) -> dict[str, Any]:
     reached = [one for one in outcomes if one.reached]
-    missed = [one for one in outcomes if not one.reached and not one.moot and one.job.place.site not in RACING]
+    missed = [one for one in outcomes if one.missed]
     injected = Counter(one.job.mode for one in reached)
     worst = max(reached, key=lambda one: one.clean_seconds, default=None)
     wrong = [one for one in outcomes if one.problems]

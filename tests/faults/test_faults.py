@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -92,3 +93,27 @@ def test_an_act_before_its_record_and_a_step_done_twice_are_noticed() -> None:
     again = event(UNMOUNT, "before", 4, segment=[1, 2])
     assert repetitions([*done, again]) == []  # it was not on record yet
     assert len(repetitions([*done, record, again])) == 1
+
+
+def test_what_was_not_reached_is_tried_again_unless_it_is_no_place_of_its_scenario(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tests.faults import __main__ as program
+    from tests.faults.campaign import Job, Outcome, Place
+
+    real = Place("engine", "agent@0", "te.spawn", 2, "")
+    chance = Place("engine", "agent@0", "te.spawn", 3, "")
+    seen: list[list[object]] = []
+
+    def in_parallel(tasks: list[object], **how: object) -> list[tuple[object, object]]:
+        seen.append(tasks)
+        if tasks == ["engine"]:
+            return [("engine", ([real], {"te.spawn"}, {}))]
+        return [(job, Outcome(job, reached=True)) for job in tasks]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(program, "in_parallel", in_parallel)
+    options = argparse.Namespace(version="0.3.14", jobs=1)
+    outcomes = [Outcome(Job(real, "lost"), reached=False), Outcome(Job(chance, "lost"), reached=False)]
+    after = program._looked_at_again(options, outcomes, [])
+    assert seen == [["engine"], [Job(real, "lost")]]
+    assert [(one.reached, one.missed) for one in after] == [(True, False), (False, False)]
