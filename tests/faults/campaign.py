@@ -305,17 +305,20 @@ def _worker(version: str, jobs: Any, results: Any) -> None:
             job = jobs.get()
             if job is None:
                 return
-            try:
-                if isinstance(job, str):
-                    results.put((job, clean_run(world, BY_NAME[job])))
-                else:
-                    outcome = carry_out(world, job)
-                    if set(outcome.problems) == {"not recovered"}:  # in time, on a machine that others use as well
-                        outcome = carry_out(world, job)
-                    results.put((job, outcome))
-            except BaseException:
-                world.scrap()
-                results.put((job, traceback.format_exc()))
+            for attempt in range(2):  # a scenario that did not come about, on a machine that others use as well
+                try:
+                    results.put((job, clean_run(world, BY_NAME[job]) if isinstance(job, str) else _tried(world, job)))
+                    break
+                except BaseException:
+                    world.scrap()
+                    if attempt:
+                        results.put((job, traceback.format_exc()))
+
+
+def _tried(world: World, job: Job) -> Outcome:
+    """What was only late is tried once more; whatever else is wrong stays wrong."""
+    outcome = carry_out(world, job)
+    return carry_out(world, job) if set(outcome.problems) == {"not recovered"} else outcome
 
 
 def in_parallel(tasks: list[Any], *, version: str, workers: int) -> Iterator[tuple[Any, Any]]:
