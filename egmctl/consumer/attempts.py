@@ -29,10 +29,10 @@ def read_all(
     first: ReadRound | None = None,
 ) -> list[int | EgmError]:
     """Results in order, an error where one failed. ``first`` is a round of all of them that was started before."""
-    results: list[int | EgmError] = [GetFailed("was not tried")] * len(requests)
     failures: Failures = first.failures if first is not None else {}
     todo: Sequence[int] = range(len(requests))
     not_told = GetFailed("was interrupted", hint="get it again")
+    results: list[int | EgmError] = [not_told] * len(requests)
     backoff = Backoff(engine.timing.retry)
     hurried = 0
     while todo:
@@ -83,11 +83,11 @@ def write_all(
 ) -> list[int | EgmError]:
     """Sizes in order, an error where one failed. The caller holds the keys' locks. ``first`` is a round of all of them
     that was started before."""
-    results: list[int | EgmError] = [InterruptedPut("was not tried")] * len(requests)
     todo: Sequence[int] = range(len(requests))
     not_told = InterruptedPut(
         "was interrupted; whether it was published is not known", hint="ask exists()", facts={"revoked": None}
     )
+    results: list[int | EgmError] = [not_told] * len(requests)
     retry, space = Backoff(engine.timing.retry), Backoff(engine.timing.no_space)
     hurried = 0
     while todo:

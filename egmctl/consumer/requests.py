@@ -189,13 +189,8 @@ class Writes:
         key = self._keys[at]
         if self._first and self._first[key] != at:
             raise ObjectExists("is put twice in this batch", where=f"object {key!r}")
-        pieces = self._lists[at]
-        if len(pieces) == 1:  # mostly
-            address, total = pieces[0]
-            parts: Sequence[Part] = (_make(Part, (0, address, total, self._buffers.find(address, total))),)
-        else:
-            parts = parts_of(self._buffers, pieces)
-            total = sum([part.nbytes for part in parts])
+        parts = parts_of(self._buffers, self._lists[at])
+        total = sum([part.nbytes for part in parts])
         if not key or total == 0:
             raise InvalidRequest("keys are not empty, and objects have at least one byte", where=f"object {key!r}")
         made: WriteRequest = _make(WriteRequest, (key, total, parts, None))

@@ -184,29 +184,26 @@ class GpuCopier:
         for number, stream in enumerate(streams):
             if after is not None:
                 self._driver.stream_wait_event(stream, after)
-            share = flat
-            if wanted > 1:
-                share = array("Q", bytes(8 * 3 * len(range(number, count, wanted))))
-                for column in range(3):
-                    share[column::3] = flat[3 * number + column :: 3 * wanted]
-            (self._one_by_one if bulk else self._together)(share, stream)
+            (self._one_by_one if bulk else self._together)(flat, stream, number, wanted)
         return streams
 
-    def _one_by_one(self, flat: Flat, stream: int) -> None:
-        for at in range(0, len(flat), 3):
+    def _one_by_one(self, flat: Flat, stream: int, first: int = 0, every: int = 1) -> None:
+        """Fragment number ``first``, and each ``every``-th one from there."""
+        for at in range(3 * first, len(flat), 3 * every):
             self._driver.memcpy_async(flat[at], flat[at + 1], flat[at + 2], stream)
 
-    def _together(self, flat: Flat, stream: int) -> None:
-        """Where this driver or its bindings know no batches (before CUDA 12.8), one by one."""
-        if self._batches and len(flat) > 3:
+    def _together(self, flat: Flat, stream: int, first: int = 0, every: int = 1) -> None:
+        """As `_one_by_one`, and so where this driver or its bindings know no batches (before CUDA 12.8)."""
+        destinations, sources, sizes = [flat[3 * first + column :: 3 * every] for column in range(3)]
+        if self._batches and len(sizes) > 1:
             try:
-                self._driver.memcpy_batch_async(flat[0::3], flat[1::3], flat[2::3], stream)
+                self._driver.memcpy_batch_async(destinations, sources, sizes, stream)
                 return
             except CudaError as error:
                 if error.name != "FUNCTION_NOT_FOUND":
                     raise
                 self._batches = False
-        self._one_by_one(flat, stream)
+        self._one_by_one(flat, stream, first, every)
 
     def _by_kernel(self, borrowed: Borrowed, flat: Flat, largest: int | None, after: int | None) -> int:
         longest = max(flat[2::3]) if largest is None else largest

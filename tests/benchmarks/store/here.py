@@ -267,12 +267,11 @@ class Here:
         """GB/s of large raw copies, written down: get, put, and when asked both ways and on two GPUs at once."""
         nbytes = self.scale.raw
         ways = 2 if both else 1
-        dram = self.map_dram(ways * nbytes)
-        hbm = self.hbm[0]
+        self.map_dram(ways * nbytes)
         size = f"{nbytes // MIB} MiB"
         rates = {
-            "get": self.row(f"raw copy, DRAM to HBM, {size}", nbytes, self.seconds(self.raw([(0, hbm, dram, nbytes)]))),
-            "put": self.row(f"raw copy, HBM to DRAM, {size}", nbytes, self.seconds(self.raw([(0, dram, hbm, nbytes)]))),
+            "get": self.row(f"raw copy, DRAM to HBM, {size}", nbytes, self.seconds(self.raw_one("get"))),
+            "put": self.row(f"raw copy, HBM to DRAM, {size}", nbytes, self.seconds(self.raw_one("put"))),
         }
         if both:
             rates["both"] = self.row("raw copies, both ways at once", 2 * nbytes, self.seconds(self.raw_both()))
