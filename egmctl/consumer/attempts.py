@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from egmctl.consumer.choose import Failures
 from egmctl.consumer.engine import Backoff, Engine
@@ -49,9 +50,9 @@ def read_all(
         except BaseException:
             current.abandon(torn=True)
             raise
-        found = [current.outcomes.get(index, not_told) for index in todo]
-        if len(found) == len(results) and Again not in set(map(type, found)):
-            return found  # type: ignore[return-value]
+        found: list[Any] = list(map(current.outcomes.get, todo))
+        if len(found) == len(results) and set(map(type, found)) == {int}:  # nearly always
+            return found
         again: list[int] = []
         at_once = True
         for index in todo:
@@ -104,9 +105,9 @@ def write_all(
         except BaseException:
             current.abandon(torn=True)
             raise
-        found = [current.outcomes.get(index, not_told) for index in todo]
-        if len(found) == len(results) and not {Again, Unreachable} & set(map(type, found)):
-            return found  # type: ignore[return-value]
+        found: list[Any] = list(map(current.outcomes.get, todo))
+        if len(found) == len(results) and set(map(type, found)) == {int}:  # nearly always
+            return found
         again: list[int] = []
         elsewhere: list[int] = []
         at_once, full = True, True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
 from egmctl.consumer.buffers import Buffers
@@ -61,7 +61,7 @@ class StoreBase:
             raise StoreClosed("the store is closed")
 
     def _begin(
-        self, round_: ReadRound | WriteRound, finish: Callable[[], list[int | EgmError]], keys: Sequence[str] = ()
+        self, round_: ReadRound | WriteRound, finish: Callable[[], list[int | EgmError]], keys: Collection[str] = ()
     ) -> BatchTransfer:
         """Begin a round, known to `close` from before; puts hold their ``keys`` until it is over, also by failing."""
         held: set[str] = set()

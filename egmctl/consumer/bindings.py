@@ -69,8 +69,8 @@ class Bindings:
 
         Raises `ProviderGone` when nobody answers and `Unreachable` when its memory cannot be reached from here.
         """
-        binding = self._bound.get(endpoint)
-        if binding is not None and not binding.outdated and self._usable(binding):
+        binding = self.at_hand(endpoint)
+        if binding is not None:
             return binding
         with self._lock:
             refused = self._refused.get(endpoint)
@@ -113,6 +113,11 @@ class Bindings:
             self._end(old)
         future.set_result(fresh)
         return fresh
+
+    def at_hand(self, endpoint: str) -> Binding | None:
+        """As `get`, when nothing has to be asked."""
+        binding = self._bound.get(endpoint)
+        return binding if binding is not None and not binding.outdated and self._usable(binding) else None
 
     def known(self) -> list[Binding]:
         """The incarnations bound now."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from egmctl.consumer.bindings import Bindings
 from egmctl.consumer.buffers import Buffer
@@ -28,8 +29,7 @@ __all__ = [
     "Part",
     "Routes",
     "Timing",
-    "has_time",
-    "must_ask",
+    "in_turn",
     "split_batch",
 ]
 
@@ -89,7 +89,12 @@ _REMEMBERED = 10.0
 class Asking(Protocol):
     """A question to the Master that is under way."""
 
-    def done(self) -> bool: ...
+    def wait(self) -> None:
+        """Until the answer is there; raises when none will come."""
+
+
+T = TypeVar("T")
+A = TypeVar("A", bound=Asking)
 
 
 class Part(NamedTuple):
@@ -224,6 +229,8 @@ class Engine:
         self.gatherer = gatherer
         self.driver = driver
         self.oversize = Oversize(bindings)
+        self.usual: Sequence[tuple[str, int]] = ()
+        """Chunks that the operation before used, see `Pins.expect`."""
 
     def pins(self) -> Pins:
         return Pins(self.bindings, self.mappings)
@@ -273,11 +280,12 @@ def settle(completions: Sequence[Completion]) -> None:
         pass
 
 
-_RAMP = (8, 12, 24, 48)
-"""Each piece's answer is taken apart and its copies are queued within the time in which the piece before is copied, for
-objects of 1 MiB at 55 GB/s."""
+_RAMP = (16, 24, 48)
+"""Each piece is asked for and its copies are queued within the time in which the piece before is copied, for objects of
+1 MiB at 55 GB/s."""
 _MOST = 64
 _SHORTEST = 12
+_MOST_AHEAD = 4
 
 
 @lru_cache(maxsize=64)
@@ -302,21 +310,27 @@ def split_batch(count: int) -> tuple[slice, ...]:
     return tuple([slice(start, start + size) for start, size in zip(starts, sizes, strict=False)])
 
 
-def must_ask(at: int, sent: int, count: int, ahead: int, spare: Callable[[], bool]) -> bool:
-    """Whether another piece of a batch of ``count`` is to be asked for before piece ``at`` is copied.
+def in_turn(
+    pieces: Sequence[T], ask: Callable[[T], A], meanwhile: Callable[[], None], ran_dry: Callable[[], bool]
+) -> Iterator[A]:
+    """Asks for one piece after the other; what ``ask`` returned for each, once its answer is there and the next one is
+    under way. ``meanwhile`` is done while the first is waited for.
 
-    The one behind it always is under way; up to ``ahead`` are, as far as there is ``spare`` time: while nothing can be
-    copied yet, or enough copies are queued.
+    No more are under way at once, since a Master answers one request only after it has looked at those behind it:
+    asking for much more makes the copies begin later. But where all copies are over (``ran_dry``) before there is an
+    answer, because the Master is far away, there will be more of them.
     """
-    if sent >= min(count, at + 1 + ahead):
-        return False
-    return sent < at + 2 or spare()
-
-
-def has_time(answer: Asking | None, pieces: Sequence[Any]) -> bool:
-    """Whether there is time to ask for more before what ``answer`` says is copied (None: nothing of it will be): it is
-    not there yet, or more than the last of ``pieces``, each with its ``completion``, is still being copied."""
-    return answer is None or not answer.done() or not (len(pieces) < 2 or pieces[-2].completion.done())
+    asked = deque([ask(pieces[0])] if pieces else [])
+    meanwhile()
+    ahead = 1
+    for at in range(len(pieces)):
+        current = asked.popleft()
+        current.wait()
+        if at > 1 and ahead < _MOST_AHEAD and ran_dry():
+            ahead += 1
+        for piece in pieces[at + 1 + len(asked) : at + 1 + ahead]:
+            asked.append(ask(piece))
+        yield current
 
 
 def check_batch(keys: Sequence[str], *others: Sequence[object]) -> None:

@@ -22,7 +22,7 @@ class KeyLocks:
         """All of ``keys`` or, after ``timeout`` seconds, none of them (`ObjectBusy`). All at once, so two batches that
         share keys cannot wait for each other. They are added to the caller's ``held``, to be released whatever comes:
         an interrupt may come before the return."""
-        wanted = set(keys)
+        wanted = keys if isinstance(keys, set) else set(keys)
         until = time.monotonic() + timeout
         with self._changed:
             while not self._held.isdisjoint(wanted):

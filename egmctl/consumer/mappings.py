@@ -134,6 +134,16 @@ class MappingCache:
         entry.mapping = mapping
         return Lease(self, entry, mapping)
 
+    def at_hand(self, key: Hashable) -> Lease | None:
+        """As `acquire`, when it is mapped already."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry.mapping is None or self._closed:
+                return None
+            entry.users += 1
+            self._entries.move_to_end(key)
+            return Lease(self, entry, entry.mapping)
+
     def release(self, leases: Iterable[Lease]) -> None:
         """All of them at once. Twice is once."""
         closing: list[_Entry] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 from egmctl.consumer.errors import (
@@ -16,7 +17,7 @@ from egmctl.consumer.errors import (
 )
 from egmctl.consumer.pins import Place
 from egmctl.errors import EgmError
-from egmctl.mooncake.calls import to_replicas
+from egmctl.mooncake.calls import Rows, Spots, to_replicas
 from egmctl.mooncake.master import (
     Failure,
     MasterClient,
@@ -85,9 +86,9 @@ class Asked:
         self.asked_at = time.monotonic()
         self._reply = link._client.submit_batch_get_replica_rows(keys)
 
-    def done(self) -> bool:
-        """Whether the answer is there; does not wait for it."""
-        return self._reply.done()
+    def wait(self) -> None:
+        """Until the answer is there; raises when none will come."""
+        self._reply.wait()
 
     def __call__(self) -> list[Location | EgmError]:
         return self._taken_apart(self._reply, self.asked_at)
@@ -99,8 +100,10 @@ class Asked:
         reply = self._link._client.submit_again(self._reply)
         return lambda: None if reply.same_as(self._reply) else self._taken_apart(reply, asked_at)
 
-    def _taken_apart(self, reply: Reply[list[Any]], asked_at: float) -> list[Location | EgmError]:
+    def _taken_apart(self, reply: Reply[Rows], asked_at: float) -> list[Location | EgmError]:
         rows, epoch = reply.result(), reply.epoch
+        if isinstance(rows, Spots):
+            return _located(self.keys, rows, asked_at, epoch)
         found: list[Location | EgmError] = []
         add, keep = found.append, _make
         for key, row in zip(self.keys, rows, strict=True):
@@ -117,18 +120,20 @@ class Requested:
 
     __slots__ = ("_asked_at", "_keys", "_link", "_reply")
 
-    def __init__(self, link: MasterLink, keys: Sequence[str], asked_at: float, reply: Reply[list[Any]]) -> None:
+    def __init__(self, link: MasterLink, keys: Sequence[str], asked_at: float, reply: Reply[Rows]) -> None:
         self._link = link
         self._keys = keys
         self._asked_at = asked_at
         self._reply = reply
 
-    def done(self) -> bool:
-        """Whether the answer is there; does not wait for it."""
-        return self._reply.done()
+    def wait(self) -> None:
+        """Until the answer is there; raises when none will come."""
+        self._reply.wait()
 
     def __call__(self) -> list[Reserved | EgmError]:
         rows, epoch, asked_at = self._reply.result(), self._reply.epoch, self._asked_at
+        if isinstance(rows, Spots):
+            return _reserved(self._keys, rows, asked_at, epoch)
         granted: list[Reserved | EgmError] = []
         add, keep = granted.append, _make
         for key, row in zip(self._keys, rows, strict=True):
@@ -237,6 +242,31 @@ _REFUSALS: dict[int, tuple[type[StoreError], str]] = {
     -705: (ObjectExists, "remove it first, or use another key"),
     -706: (ObjectBusy, "a reader holds a lease on it: wait for that to end, or remove it by force"),
 }
+
+
+def _reserved(keys: Sequence[str], spots: Spots, asked_at: float, epoch: int) -> list[Reserved | EgmError]:
+    places, elsewhere = _places(spots, _WRITING)
+    return list(map(_make, repeat(Reserved), zip(keys, places, elsewhere, repeat(asked_at), repeat(epoch))))
+
+
+def _located(keys: Sequence[str], spots: Spots, asked_at: float, epoch: int) -> list[Location | EgmError]:
+    places, elsewhere = _places(spots, _COMPLETE)
+    until = [asked_at + lease / 1000 for lease in spots.leases]
+    each = zip(keys, places, elsewhere, repeat(asked_at), until, repeat(epoch))
+    return list(map(_make, repeat(Location), each))
+
+
+def _places(spots: Spots, status: int) -> tuple[Iterable[tuple[Place, ...]], Iterable[tuple[str, ...]]]:
+    """As `_memory`, of each."""
+    rows = zip(spots.ids, spots.addresses, spots.sizes, spots.te_endpoints, spots.protocols, strict=True)
+    found = zip(map(_make, repeat(Place), rows))
+    if spots.statuses.count(status) == len(spots.statuses):  # nearly always
+        return found, repeat(_NOTHING)
+    pairs = [
+        (place, _NOTHING) if its == status else ((), (f"replica {place[0].replica} is of kind memory, status {its}",))
+        for place, its in zip(found, spots.statuses, strict=True)
+    ]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
 def _memory(rows: Sequence[Any], status: int) -> tuple[tuple[Place, ...], tuple[str, ...]]:

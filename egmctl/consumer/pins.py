@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Hashable
-from typing import NamedTuple
+from collections.abc import Container, Hashable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from egmctl.consumer.binding import Binding, ChunkAt
 from egmctl.consumer.bindings import Bindings
 from egmctl.consumer.errors import AmbiguousSegment, ProviderGone, StaleAllocation, StoreError
 from egmctl.consumer.mappings import Lease, MappingCache
+from egmctl.errors import EgmError
 
 __all__ = ["Again", "Near", "Pins", "Place", "Target"]
 
@@ -58,6 +60,7 @@ class Near(NamedTuple):
     key: Hashable
 
 
+_EXPECTED = 4
 _NEAR = 24  # chunks are mostly multiples of 16 MiB, so that nearly every address finds its chunk by these bits
 
 
@@ -77,11 +80,36 @@ class Pins:
         """The chunk that holds all of ``place``, when it was mapped before in this operation: nothing can go wrong."""
         _, address, nbytes, endpoint, _ = place
         near = self._near.get((endpoint, address >> _NEAR))
-        if near is None:
+        if near is None or not near.start <= address < near.end:  # two chunks may share a part
             near = self._nearby(endpoint, address)
         if near is not None and near.asked_at <= asked_at and near.start <= address and address + nbytes <= near.end:
             return near
         return None
+
+    def line_up(self, places: Sequence[Place], sizes: Sequence[int], asked_at: float, column: int) -> list[int] | None:
+        """The addresses of all of ``places`` as ``column`` of `Near` has them. None when one is not as large as said,
+        or cannot be reached so: `resolve` then says of each what is the matter with it."""
+        spots = [(place[3], place[1] >> _NEAR) for place in places]
+        table = self._near
+        nears: list[Any] = list(map(table.get, spots))
+        if not all(nears):
+            try:
+                for spot, place in zip(spots, places, strict=True):
+                    if spot not in table:
+                        self.resolve(place, asked_at)
+            except (EgmError, Again):
+                return None
+            nears = list(map(table.get, spots))
+        found = [
+            near[column] - near[1] + place[1]
+            for near, place, size in zip(nears, places, sizes, strict=True)
+            if near[1] <= place[1]
+            and place[1] + size <= near[2]
+            and place[2] == size
+            and near[0] <= asked_at
+            and near[column] is not None
+        ]
+        return found if len(found) == len(places) else None
 
     def _nearby(self, endpoint: str, address: int) -> Near | None:
         """The first look at a part of a chunk that is in use already; the next one is found at once."""
@@ -133,19 +161,44 @@ class Pins:
         except ProviderGone as error:
             binding.outdated = True
             raise Again(error, at_once=True) from error
+        self._note(binding, chunk, lease)
+        return self.resolve(place, asked_at)
+
+    def _note(self, binding: Binding, chunk: ChunkAt, lease: Lease) -> None:
         mapping = lease.mapping
         # Memory behind a fabric handle may be another host's, which only GPUs reach: the CPU is given no access to it.
-        near = Near(
-            binding.bound_at,
-            chunk.base,
-            chunk.base + chunk.nbytes,
-            None if binding.kind == "cuda-fabric" else mapping.address,
-            getattr(mapping, "device_address", mapping.address),
-            chunk.identity,
+        self._chunks[chunk.identity] = (
+            binding.endpoint,
+            Near(
+                binding.bound_at,
+                chunk.base,
+                chunk.base + chunk.nbytes,
+                None if binding.kind == "cuda-fabric" else mapping.address,
+                getattr(mapping, "device_address", mapping.address),
+                chunk.identity,
+            ),
         )
-        self._near[place.endpoint, place.address >> _NEAR] = near
-        self._chunks[chunk.identity] = place.endpoint, near
-        return self.resolve(place, asked_at)
+
+    def used(self) -> list[tuple[str, int]]:
+        """Some of the chunks, for a later operation to `expect`."""
+        return [(endpoint, near.start) for endpoint, near in list(self._chunks.values())[:_EXPECTED]]
+
+    def expect(self, chunks: Iterable[tuple[str, int]]) -> None:
+        """Take hold of chunks that most likely will be met, as far as they are mapped and nobody has to be asked. To be
+        done while an answer of the Master is waited for; what is not met after all is only held until `close`."""
+        for endpoint, address in chunks:
+            binding = self._bound.get(endpoint) or self._bindings.at_hand(endpoint)
+            if binding is None or binding.watch is None or not binding.exclusive:
+                continue
+            with suppress(StaleAllocation):
+                chunk = binding.chunk(address, 1)
+                if chunk.identity in self._leases:
+                    continue
+                lease = self._mappings.at_hand(chunk.identity)
+                if lease is not None:
+                    self._leases[chunk.identity] = (lease, chunk, binding)
+                    self._bound[endpoint] = binding
+                    self._note(binding, chunk, lease)
 
     @property
     def watched(self) -> bool:

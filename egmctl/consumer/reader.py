@@ -9,13 +9,13 @@ by force and an overwrite during the copy: in each the number is gone.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from egmctl.consumer.choose import NOT_THE_PLACE, Failures, choose
-from egmctl.consumer.engine import Engine, Routes, has_time, must_ask, settle, split_batch
+from egmctl.consumer.engine import Engine, Routes, in_turn, settle, split_batch
 from egmctl.consumer.errors import (
     GetFailed,
     StaleAllocation,
@@ -24,7 +24,7 @@ from egmctl.consumer.errors import (
 from egmctl.consumer.host_copy import Completion
 from egmctl.consumer.master_link import Asked, Location, is_transient
 from egmctl.consumer.pins import Again, Pins, Place
-from egmctl.consumer.requests import ReadRequests
+from egmctl.consumer.requests import Plain, ReadRequests
 from egmctl.errors import EgmError
 
 __all__ = ["ReadRound", "as_store_error", "is_bound"]
@@ -38,7 +38,16 @@ class _Flight(NamedTuple):
 
 
 _make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
-_AHEAD = 3  # pieces asked for beyond the one to be copied next
+
+
+class _Asked(NamedTuple):
+    """A question after the requests of these numbers."""
+
+    numbers: Sequence[int]
+    asked: Asked
+
+    def wait(self) -> None:
+        self.asked.wait()
 
 
 class _Piece:
@@ -101,45 +110,55 @@ class ReadRound:
 
     def _start(self, todo: Sequence[int]) -> None:
         pieces = [todo[each] for each in split_batch(len(todo))]
-        asked: deque[tuple[Sequence[int], Asked]] = deque()
-        sent = 0
-        for at in range(len(pieces)):
-            while must_ask(at, sent, len(pieces), _AHEAD, lambda: has_time(asked[0][1], self._pieces)):
-                piece = pieces[sent]
-                asked.append((piece, self._engine.master.locate(self._requests.keys(piece))))
-                sent += 1
-            self._launch(*asked.popleft())
+        for asked in in_turn(pieces, self._ask, self._expect, self._ran_dry):
+            self._launch(asked)
             while self._over < len(self._pieces) and self._pieces[self._over].completion.done():
                 self._ask_again(self._pieces[self._over])
                 self._over += 1
 
-    def _launch(self, numbers: Sequence[int], asked: Asked) -> None:
-        flights: list[_Flight] = []
+    def _expect(self) -> None:
+        self.pins.expect(self._engine.usual)
+
+    def _ran_dry(self) -> bool:
+        return bool(self._pieces) and self._pieces[-1].completion.done()
+
+    def _ask(self, numbers: Sequence[int]) -> _Asked:
+        return _Asked(numbers, self._engine.master.locate(self._requests.keys(numbers)))
+
+    def _launch(self, question: _Asked) -> None:
+        numbers, asked = question
+        located = asked()
         routes = self._engine.routes()
-        apart: dict[str, tuple[Routes, list[_Flight]]] = {}
         plain = None if self.failures else self._requests.plain(numbers)
-        addresses: Sequence[int] = numbers
-        sizes: Sequence[int] = [0] * len(numbers)
         if plain is not None:
-            addresses, sizes = plain.addresses, plain.sizes
-            fragments, column = routes.line(plain.buffer)
-        near, asked_at = self.pins.near, asked.asked_at
-        for number, located, address, size in zip(numbers, asked(), addresses, sizes, strict=True):
+            places = self._line_up(plain, located, routes)
+            if places:
+                each = zip(numbers, located, places, plain.sizes, strict=True)
+                self._copy(routes, list(map(_make, repeat(_Flight), each)), asked)
+                return
+        flights: list[_Flight] = []
+        apart: dict[str, tuple[Routes, list[_Flight]]] = {}
+        for number, answer in zip(numbers, located, strict=True):
             try:
-                # What most objects of a batch are: whole, into one buffer of their size, out of a chunk in use already.
-                if size and located.__class__ is Location and located[1] and located[1][0][2] == size:
-                    place: Place = located[1][0]
-                    close: Any = near(place, asked_at)
-                    if close is not None and close[column] is not None:
-                        fragments.append((address, close[column] + place[1] - close[1], size))
-                        flights.append(_make(_Flight, (number, located, place, size)))
-                        continue
-                self._launch_one(number, located, routes, flights, apart)
+                self._launch_one(number, answer, routes, flights, apart)
             except (EgmError, Again) as error:
                 self.outcomes[number] = error
         self._copy(routes, flights, asked if len(flights) == len(numbers) else None)
         for its_routes, its_flights in apart.values():
             self._copy(its_routes, its_flights, None)
+
+    def _line_up(self, plain: Plain, located: Sequence[Location | EgmError], routes: Routes) -> Sequence[Place]:
+        """What most of a batch is: each whole, into one buffer of its size, out of a chunk that can be reached. All of
+        them are added to ``routes`` and their places returned, or none."""
+        places = [each[1][0] for each in located if each.__class__ is Location and each[1]]
+        if len(places) < len(located):
+            return ()
+        fragments, column = routes.line(plain.buffer)
+        pool = self.pins.line_up(places, plain.sizes, located[0].asked_at, column)  # type: ignore[union-attr]
+        if pool is None:
+            return ()
+        fragments += zip(plain.addresses, pool, plain.sizes, strict=True)
+        return places
 
     def _launch_one(
         self,
@@ -236,6 +255,7 @@ class ReadRound:
             if bad:
                 self._disbelieve(bad)
         finally:
+            self._engine.usual = self.pins.used()
             self.pins.close()
 
     def _disbelieve(self, bad: set[str]) -> None:

@@ -170,13 +170,10 @@ class Writes:
         self._keys = list(keys)
         self._lists = _own(lists)
         self._first: dict[str, int] = {}
-        if len(set(self._keys)) < len(self._keys):
+        self.every_key = set(self._keys)
+        if len(self.every_key) < len(self._keys):
             for at, key in enumerate(self._keys):
                 self._first.setdefault(key, at)
-
-    @property
-    def every_key(self) -> Sequence[str]:
-        return self._keys
 
     def __len__(self) -> int:
         return len(self._keys)

@@ -7,12 +7,12 @@ granted the space, and the deadline has not passed. Space is given back only whe
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
-from egmctl.consumer.engine import Engine, Oversize, Routes, has_time, must_ask, settle, split_batch
+from egmctl.consumer.engine import Engine, Oversize, Routes, in_turn, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Requested, Reserved, is_transient
@@ -26,7 +26,6 @@ from egmctl.mooncake.master import ReplicateConfig
 __all__ = ["WriteRound"]
 
 _make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
-_AHEAD = 3  # pieces asked for beyond the next to be copied
 
 
 class _LostSpace(Exception):
@@ -42,6 +41,10 @@ class _Asked(NamedTuple):
     deadline: float
     plain: Plain | None
     answer: Requested | None
+
+    def wait(self) -> None:
+        if self.answer is not None:
+            self.answer.wait()
 
 
 @dataclass
@@ -97,13 +100,14 @@ class WriteRound:
 
     def _start(self, todo: Sequence[int]) -> None:
         pieces = [todo[each] for each in split_batch(len(todo))]
-        asked: deque[_Asked] = deque()
-        sent = 0
-        for at in range(len(pieces)):
-            while must_ask(at, sent, len(pieces), _AHEAD, lambda: has_time(asked[0].answer, self._pieces)):
-                asked.append(self._ask(pieces[sent]))
-                sent += 1
-            self._launch(asked.popleft())
+        for asked in in_turn(pieces, self._ask, self._expect, self._ran_dry):
+            self._launch(asked)
+
+    def _expect(self) -> None:
+        self.pins.expect(self._engine.usual)
+
+    def _ran_dry(self) -> bool:
+        return bool(self._pieces) and self._pieces[-1].completion.done()
 
     def _ask(self, todo: Sequence[int]) -> _Asked:
         oversize = self._engine.oversize if self._engine.oversize.active else None
@@ -139,26 +143,16 @@ class WriteRound:
     def _launch(self, asked: _Asked) -> None:
         if asked.answer is None:
             return
+        granted = asked.answer()
+        routes = self._engine.routes()
+        if asked.plain is not None and self._line_up(asked.plain, granted, routes):
+            each = zip(asked.numbers, asked.keys, asked.sizes, granted, strict=True)
+            self._copy(list(map(_make, repeat(Flight), each)), routes, (), asked.deadline)
+            return
         flights: list[Flight] = []
         refused: list[str] = []
         custom: list[tuple[WriteRequest, list[Target]]] = []
-        routes = self._engine.routes()
-        addresses: Sequence[int | None] = [None] * len(asked.numbers)
-        if asked.plain is not None:
-            addresses = asked.plain.addresses
-            fragments, column = routes.line(asked.plain.buffer)
-        near = self.pins.near
-        for number, key, nbytes, reserved, address in zip(
-            asked.numbers, asked.keys, asked.sizes, asked.answer(), addresses, strict=True
-        ):
-            # What most objects of a batch are: one replica, from one buffer, into a chunk in use already.
-            if address is not None and reserved.__class__ is Reserved and len(reserved[1]) == 1 and not reserved[2]:
-                place = reserved[1][0]
-                close: Any = near(place, reserved[3])
-                if close is not None and close[column] is not None and place[2] == nbytes:
-                    fragments.append((close[column] + place[1] - close[1], address, nbytes))
-                    flights.append(_make(Flight, (number, key, nbytes, reserved)))
-                    continue
+        for number, key, nbytes, reserved in zip(asked.numbers, asked.keys, asked.sizes, granted, strict=True):
             if isinstance(reserved, EgmError):
                 self._space.refused(key)
                 self.outcomes[number] = (
@@ -176,6 +170,19 @@ class WriteRound:
             self._copy(flights, routes, custom, asked.deadline)
         if refused:
             self._space.revoke(refused)
+
+    def _line_up(self, plain: Plain, granted: Sequence[Reserved | EgmError], routes: Routes) -> bool:
+        """What most of a batch is: each with one replica, from one buffer, into a chunk that can be reached. All of
+        them are added to ``routes``, or none."""
+        places = [each[1][0] for each in granted if each.__class__ is Reserved and len(each[1]) == 1 and not each[2]]
+        if len(places) < len(granted):
+            return False
+        fragments, column = routes.line(plain.buffer)
+        pool = self.pins.line_up(places, plain.sizes, granted[0].asked_at, column)  # type: ignore[union-attr]
+        if pool is None:
+            return False
+        fragments += zip(pool, plain.addresses, plain.sizes, strict=True)
+        return True
 
     def _launch_one(
         self,
@@ -282,7 +289,7 @@ class WriteRound:
                 continue  # published together with that one
             if self.pins.watched:  # nobody has to be asked: publish while the pieces behind it are being copied
                 self._end(self.pins.confirm())
-            if at < last:
+            if at < last and not self._pieces[at + 1].completion.done():
                 self._space.record(but=1)
         return True
 
@@ -293,6 +300,7 @@ class WriteRound:
             self._space.record()
             self._space.give_back()
         finally:
+            self._engine.usual = self.pins.used()
             self.pins.close()
 
     def _end(self, bad: set[str]) -> None:

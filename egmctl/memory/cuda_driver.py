@@ -138,7 +138,9 @@ class CudaDriver:
                 if context is None:
                     context = self._call("cuDevicePrimaryCtxRetain", self._device(device))
                     self._contexts[device] = context
-        self._call("cuCtxSetCurrent", context)
+        (result,) = self._cuda.cuCtxSetCurrent(context)
+        if result != self._success:
+            self._check("cuCtxSetCurrent", result)
 
     def current_context(self) -> int:
         return int(self._call("cuCtxGetCurrent") or 0)
@@ -299,17 +301,22 @@ class CudaDriver:
         self._call("cuEventDestroy", event)
 
     def event_record(self, event: int, stream: int) -> None:
-        self._call("cuEventRecord", event, stream)
+        (result,) = self._cuda.cuEventRecord(event, stream)
+        if result != self._success:
+            self._check("cuEventRecord", result)
 
     def event_query(self, event: int) -> bool:
         (result,) = self._cuda.cuEventQuery(event)
-        if int(result) == _NOT_READY:
-            return False
-        self._check("cuEventQuery", result)
-        return True
+        if result == self._success:
+            return True
+        if int(result) != _NOT_READY:
+            self._check("cuEventQuery", result)
+        return False
 
     def event_synchronize(self, event: int) -> None:
-        self._call("cuEventSynchronize", event)
+        (result,) = self._cuda.cuEventSynchronize(event)
+        if result != self._success:
+            self._check("cuEventSynchronize", result)
 
     def event_elapsed_ms(self, start: int, end: int) -> float:
         return float(self._call("cuEventElapsedTime", start, end))

@@ -7,11 +7,13 @@ that came with it; that type may have more fields, alternatives or width than ex
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from egmctl.mooncake.codec import decode
+from egmctl.mooncake.codec import decode, read_frame
+from egmctl.mooncake.columns import Columns, read_columns
 from egmctl.mooncake.errors import CodecError
 from egmctl.mooncake.literals import (
     Array,
@@ -30,13 +32,16 @@ __all__ = [
     "Located",
     "Replica",
     "ReplicateConfig",
+    "Rows",
     "Segment",
     "SegmentUuid",
+    "Spots",
     "StorageConfig",
     "Task",
     "Uuid",
     "new_uuid",
     "read_answer",
+    "read_spots",
     "to_located",
     "to_replicas",
 ]
@@ -63,6 +68,7 @@ _REPLICA: Final = bytes.fromhex(
 REPLICAS_ANSWER: Final = b"\x87\x84" + _REPLICA + b"\x01"
 LOCATED_ANSWER: Final = b"\x87\xfd\x84" + _REPLICA + bytes.fromhex("048504ff01")
 
+_IN_MEMORY: Final = 0
 _KINDS: Final = ("memory", "nof", "disk", "local-disk", "file")
 
 
@@ -108,6 +114,23 @@ class Located(NamedTuple):
 
     replicas: tuple[Replica, ...]
     lease_ttl_ms: int
+
+
+class Spots(NamedTuple):
+    """Replicas as columns, of a batch in which each object has exactly one, in memory: as of `Replica`, and ``leases``
+    as of `Located`, empty where the call grants none."""
+
+    ids: AbstractSequence[int]
+    statuses: AbstractSequence[int]
+    sizes: AbstractSequence[int]
+    addresses: AbstractSequence[int]
+    protocols: AbstractSequence[str]
+    te_endpoints: AbstractSequence[str]
+    leases: AbstractSequence[int]
+
+
+Rows: TypeAlias = "Spots | list[Any]"
+"""The answer to a batch: columns, or an entry for each key as it came off the wire."""
 
 
 @dataclass(frozen=True)
@@ -229,3 +252,44 @@ def to_replicas(rows: list[tuple[Any, ...]]) -> tuple[Replica, ...]:
 
 def to_located(row: tuple[Any, ...]) -> Located:
     return _make(Located, (tuple([_to_replica(replica) for replica in row[0]]), row[1]))
+
+
+def read_spots(wanted: bytes, body: bytes) -> Spots | None:
+    """The answer to a batch of PutStart (a list of replicas for each key) or GetReplicaList (that and a lease), when it
+    is the usual one; None: read it with `read_answer`, which also says what is wrong with it."""
+    try:
+        frame = read_frame(body, wanted)
+    except CodecError:
+        return None
+    if frame.literal != wanted and not _known(wanted, frame.literal):
+        return None
+    found = read_columns(body, frame)
+    return None if found is None else _to_spots(found)
+
+
+def _to_spots(found: Columns) -> Spots | None:
+    replicas, lease = found.element, None
+    if isinstance(replicas, tuple):
+        replicas, lease = replicas[:2]
+    if len(replicas) != 1 or replicas[0][1][0] != _IN_MEMORY:
+        return None
+    number, (_, body), status = replicas[0][:3]
+    size, address, protocol, endpoint = body[0][:4]
+    values = found.values
+    return Spots(
+        values[number],
+        values[status],
+        values[size],
+        values[address],
+        _texts(values[protocol]),
+        _texts(values[endpoint]),
+        () if lease is None else values[lease],
+    )
+
+
+def _texts(raws: AbstractSequence[bytes]) -> AbstractSequence[str]:
+    """Mostly all the same, and then made once."""
+    first = raws[0]
+    if raws.count(first) == len(raws):
+        return [first.decode("utf-8", "surrogateescape")] * len(raws)
+    return [raw.decode("utf-8", "surrogateescape") for raw in raws]

@@ -6,12 +6,12 @@ Batch calls answer one entry for each key, in order; a key that failed has a `Fa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from egmctl.errors import UsageError
 from egmctl.mooncake import calls
 from egmctl.mooncake.caller import BOOL, I32, U64, Caller, arguments, nothing, same, vector
-from egmctl.mooncake.calls import Located, Replica, ReplicateConfig, Uuid, to_located, to_replicas
+from egmctl.mooncake.calls import Located, Replica, ReplicateConfig, Rows, Uuid, to_located, to_replicas
 from egmctl.mooncake.codec import Failure
 from egmctl.mooncake.reply import Reply
 
@@ -139,25 +139,23 @@ class ObjectCalls(Caller):
         value = keys, self.tenant_id
         return self._batch("BatchGetReplicaList", _KEYS, value, calls.LOCATED_ANSWER, to_located, timeout, keys)
 
-    def submit_batch_get_replica_rows(
-        self, keys: Sequence[str | bytes], *, timeout: float | None = None
-    ) -> Reply[list[Any]]:
-        """As `submit_batch_get_replica_list`, with the answers as they came off the wire (see `calls.to_located`): two
-        of them are equal when nothing about the object has changed."""
-        value = keys, self.tenant_id
-        return self._batch("BatchGetReplicaList", _KEYS, value, calls.LOCATED_ANSWER, same, timeout, keys)
+    def submit_batch_get_replica_rows(self, keys: Sequence[str | bytes]) -> Reply[Rows]:
+        """As `submit_batch_get_replica_list`, with the answers as they came off the wire (see `calls.to_located`), or
+        as columns where all are of the usual kind."""
+        return self._spots("BatchGetReplicaList", _KEYS, (keys, self.tenant_id), calls.LOCATED_ANSWER, keys)
 
-    def submit_again(self, reply: Reply[list[Any]]) -> Reply[list[Any]]:
+    def submit_again(self, reply: Reply[Rows]) -> Reply[Rows]:
         """Ask once more what `submit_batch_get_replica_rows` asked; `Reply.same_as` then tells whether anything has
         changed."""
         return self.rpc.ask_again(reply)
 
     def submit_batch_put_start_rows(
         self, client: Uuid, keys: Sequence[str | bytes], sizes: Sequence[int], config: ReplicateConfig
-    ) -> Reply[list[Any]]:
-        """As `submit_batch_put_start`, with the answers as they came off the wire (see `calls.to_replicas`)."""
+    ) -> Reply[Rows]:
+        """As `submit_batch_put_start`, with the answers as they came off the wire (see `calls.to_replicas`), or as
+        columns where all are of the usual kind."""
         value = client, keys, sizes, config.wire(), self.tenant_id
-        return self._batch("BatchPutStart", _BATCH_PUT_START, value, calls.REPLICAS_ANSWER, same, None, keys)
+        return self._spots("BatchPutStart", _BATCH_PUT_START, value, calls.REPLICAS_ANSWER, keys)
 
     def submit_batch_exist_key(
         self, keys: Sequence[str | bytes], *, timeout: float | None = None

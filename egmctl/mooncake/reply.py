@@ -69,6 +69,10 @@ class Reply(Generic[T]):
         """
         return self._convert(self._body(timeout))
 
+    def wait(self) -> None:
+        """As `result`, without taking the answer apart."""
+        self._body(None)
+
     def same_as(self, earlier: Reply[T]) -> bool:
         """Whether the answer is, byte for byte, the one that ``earlier`` got on the same connection; waits and raises
         as `result`. Nothing is taken apart."""

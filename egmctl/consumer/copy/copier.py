@@ -15,9 +15,10 @@ from egmctl.consumer.copy.completion import Finished, Submitted
 from egmctl.consumer.copy.jobs import Kernels, TableJob
 from egmctl.consumer.copy.options import CopyOptions, Direction, Strategy, Thresholds
 from egmctl.consumer.copy.pool import Borrowed, DevicePool
+from egmctl.consumer.copy.sides import Sides
 from egmctl.consumer.errors import InvalidRequest
 from egmctl.errors import EgmError
-from egmctl.memory.driver import CudaError, Driver, MemoryType
+from egmctl.memory.driver import CudaError, Driver
 from egmctl.units import KIB, MIB
 
 __all__ = ["Calibration", "Fragment", "GpuCopier"]
@@ -56,7 +57,7 @@ class GpuCopier:
         self._kernels = kernels
         self._pools = {device: DevicePool(driver, device) for device in devices}
         self._thresholds = {device: Thresholds(driver, device, options) for device in devices}
-        self._on_device: dict[int, bool] = {}
+        self._sides = Sides(driver)
         self._batches = True
         self._no_kernel: EgmError | None = None
 
@@ -150,16 +151,8 @@ class GpuCopier:
         return self._no_kernel is None
 
     def _is_put(self, destination: int) -> bool:
-        """Whether the destination is DRAM. It decides which threshold and which side's lines the kernel follows, so a
-        remembered answer that has become wrong costs speed and nothing else."""
-        page = destination >> 21
-        known = self._on_device.get(page)
-        if known is None:
-            if len(self._on_device) >= 4096:
-                self._on_device.clear()
-            known = self._driver.pointer_info(destination).type is MemoryType.DEVICE
-            self._on_device[page] = known
-        return not known
+        """Whether the destination is DRAM. It decides which threshold and which side's lines the kernel follows."""
+        return not self._sides.on_device(destination)
 
     def _by_engine(self, borrowed: Borrowed, flat: Flat, smallest: int, after: int | None, joined: bool) -> list[int]:
         """``joined``: these were more, and neighbours."""
