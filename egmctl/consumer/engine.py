@@ -87,7 +87,9 @@ _REMEMBERED = 10.0
 
 
 class Asking(Protocol):
-    """A question to the Master that is under way."""
+    """A question to the Master."""
+
+    def send(self) -> None: ...
 
     def wait(self) -> None:
         """Until the answer is there; raises when none will come."""
@@ -311,26 +313,37 @@ def split_batch(count: int) -> tuple[slice, ...]:
 
 
 def in_turn(
-    pieces: Sequence[T], ask: Callable[[T], A], meanwhile: Callable[[], None], ran_dry: Callable[[], bool]
+    pieces: Sequence[T], make: Callable[[T], A], meanwhile: Callable[[], None], ran_dry: Callable[[], bool]
 ) -> Iterator[A]:
-    """Asks for one piece after the other; what ``ask`` returned for each, once its answer is there and the next one is
-    under way. ``meanwhile`` is done while the first is waited for.
+    """Ask about one piece after the other, by the questions that ``make`` makes: each of them, once its answer is there
+    and the next has been sent. ``meanwhile`` is done while the first is waited for.
 
-    No more are under way at once, since a Master answers one request only after it has looked at those behind it:
-    asking for much more makes the copies begin later. But where all copies are over (``ran_dry``) before there is an
-    answer, because the Master is far away, there will be more of them.
+    No more are under way at once, since a Master may answer only after it has looked at what came meanwhile: asking for
+    much more makes the copies begin later. But where all copies are over (``ran_dry``) before there is an answer,
+    because the Master is far away, there will be more of them.
     """
-    asked = deque([ask(pieces[0])] if pieces else [])
+    questions = map(make, pieces)  # each is made when its turn comes, while an answer is waited for
+    following = next(questions, None)
+    if following is None:
+        return
+    following.send()
+    asked = deque([following])
     meanwhile()
-    ahead = 1
-    for at in range(len(pieces)):
+    following = next(questions, None)
+    ahead, yielded = 1, 0
+    while asked:
+        asked[0].wait()
         current = asked.popleft()
-        current.wait()
-        if at > 1 and ahead < _MOST_AHEAD and ran_dry():
+        if yielded > 1 and ahead < _MOST_AHEAD and ran_dry():
             ahead += 1
-        for piece in pieces[at + 1 + len(asked) : at + 1 + ahead]:
-            asked.append(ask(piece))
+        while following is not None and len(asked) < ahead:
+            following.send()
+            asked.append(following)
+            following = next(questions, None) if len(asked) < ahead else None
         yield current
+        yielded += 1
+        if following is None:
+            following = next(questions, None)
 
 
 def check_batch(keys: Sequence[str], *others: Sequence[object]) -> None:

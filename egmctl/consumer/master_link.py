@@ -75,20 +75,30 @@ class Reserved(NamedTuple):
     epoch: int
 
 
-class Asked:
-    """A question after some keys, under way. Calling it waits for the answer: a location or an error for each key."""
+class _Question:
+    """Made, and sent by `send`. ``asked_at`` is from just before that."""
 
-    __slots__ = ("_link", "_reply", "asked_at", "keys")
+    __slots__ = ("_link", "_reply", "_submit", "asked_at", "keys")
 
-    def __init__(self, link: MasterLink, keys: Sequence[str]) -> None:
+    def __init__(self, link: MasterLink, keys: Sequence[str], submit: Callable[[], Reply[Rows]]) -> None:
         self._link = link
+        self._submit = submit
         self.keys = keys
+
+    def send(self) -> None:
+        """Raises when it cannot be handed over."""
         self.asked_at = time.monotonic()
-        self._reply = link._client.submit_batch_get_replica_rows(keys)
+        self._reply = self._submit()
 
     def wait(self) -> None:
         """Until the answer is there; raises when none will come."""
         self._reply.wait()
+
+
+class Asked(_Question):
+    """A question after some keys. Calling it waits for the answer: a location or an error for each key."""
+
+    __slots__ = ()
 
     def __call__(self) -> list[Location | EgmError]:
         return self._taken_apart(self._reply, self.asked_at)
@@ -115,28 +125,18 @@ class Asked:
         return found
 
 
-class Requested:
-    """A request for space, under way: space or an error for each key."""
+class Requested(_Question):
+    """A request for space. Calling it waits for the answer: space or an error for each key."""
 
-    __slots__ = ("_asked_at", "_keys", "_link", "_reply")
-
-    def __init__(self, link: MasterLink, keys: Sequence[str], asked_at: float, reply: Reply[Rows]) -> None:
-        self._link = link
-        self._keys = keys
-        self._asked_at = asked_at
-        self._reply = reply
-
-    def wait(self) -> None:
-        """Until the answer is there; raises when none will come."""
-        self._reply.wait()
+    __slots__ = ()
 
     def __call__(self) -> list[Reserved | EgmError]:
-        rows, epoch, asked_at = self._reply.result(), self._reply.epoch, self._asked_at
+        rows, epoch, asked_at = self._reply.result(), self._reply.epoch, self.asked_at
         if isinstance(rows, Spots):
-            return _reserved(self._keys, rows, asked_at, epoch)
+            return _reserved(self.keys, rows, asked_at, epoch)
         granted: list[Reserved | EgmError] = []
         add, keep = granted.append, _make
-        for key, row in zip(self._keys, rows, strict=True):
+        for key, row in zip(self.keys, rows, strict=True):
             if row.__class__ is Failure:
                 add(self._link.no_space_for(key, row.code))
                 continue
@@ -164,22 +164,30 @@ class MasterLink:
 
     def locate(self, keys: Sequence[str]) -> Asked:
         """Ask for all keys at once; the answer is waited for by calling what is returned."""
-        return Asked(self, keys)
+        asked = self.locating(keys)
+        asked.send()
+        return asked
 
-    def put_start(self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig) -> Requested:
-        """Ask for space. The answer raises for all keys, or says for each what became of it."""
-        asked_at = time.monotonic()
-        return Requested(
-            self, keys, asked_at, self._client.submit_batch_put_start_rows(self._identity, keys, sizes, config)
-        )
+    def locating(self, keys: Sequence[str]) -> Asked:
+        """As `locate`, not sent yet."""
+        return Asked(self, keys, self._client.prepare_batch_get_replica_list(keys))
 
-    def put_end(self, keys: Sequence[str]) -> Answer[bool]:
-        """Publish. Raises at once when the request could not be handed over."""
-        reply = self._client.submit_batch_put_end(self._identity, keys)
-        return lambda: [
-            self.refusal("PutEnd", row.code, key) if isinstance(row, Failure) else True
-            for key, row in zip(keys, reply.result(), strict=True)
-        ]
+    def putting(self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig) -> Requested:
+        """A request for space, not sent yet. The answer raises for all keys, or says for each what became of it."""
+        return Requested(self, keys, self._client.prepare_batch_put_start(self._identity, keys, sizes, config))
+
+    def publishing(self, keys: Sequence[str]) -> Callable[[], Answer[bool]]:
+        """A request to publish, sent by calling what is returned; that raises when it cannot be handed over."""
+        submit = self._client.prepare_batch_put_end(self._identity, keys)
+
+        def send() -> Answer[bool]:
+            reply = submit()
+            return lambda: [
+                self.refusal("PutEnd", row.code, key) if isinstance(row, Failure) else True
+                for key, row in zip(keys, reply.result(), strict=True)
+            ]
+
+        return send
 
     def put_revoke(self, keys: Sequence[str]) -> set[str]:
         """Give space back, as far as the Master can be asked; what it does not hear of it discards by itself. Returns

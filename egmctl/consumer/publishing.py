@@ -7,7 +7,7 @@ granted the space, and the deadline has not passed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +49,7 @@ class Publishing:
         self._revoked: set[str] = set()
         self._told: dict[str, InterruptedPut] = {}  # by key: what says whether its space was given back
         self._ended: list[_Ended] = []
+        self._prepared: tuple[Sequence[Flight], Callable[[], Answer[bool]]] | None = None
 
     def hold(self, keys: Iterable[str]) -> None:
         """From before they are asked for, until it is known that the Master holds nothing."""
@@ -65,13 +66,19 @@ class Publishing:
     def end(self, granted: Iterable[tuple[Sequence[Flight], float]], bad: set[str]) -> None:
         """Publish what was copied, as far as it may be: flights that were granted together, each with their deadline;
         ``bad`` are endpoints whose incarnation is not the one bound any more."""
-        good: list[Flight] = []
+        good: Sequence[Flight] = ()
         for flights, deadline in granted:
-            if len(good) + len(flights) > _TOGETHER:
+            more = self._publishable(flights, deadline, bad)
+            if len(good) + len(more) > _TOGETHER:
                 self._put_end(good)
-                good = []
-            good += self._publishable(flights, deadline, bad)
+                good = ()
+            good = [*good, *more] if good else more
         self._put_end(good)
+
+    def prepare(self, flights: Sequence[Flight]) -> None:
+        """Make the request that publishes just these, while they are being copied."""
+        if flights:
+            self._prepared = flights, self._engine.master.publishing([flight.key for flight in flights])
 
     def _publishable(self, flights: Sequence[Flight], deadline: float, bad: set[str]) -> Sequence[Flight]:
         master = self._engine.master
@@ -98,7 +105,10 @@ class Publishing:
         ended = _Ended(flights)
         self._ended.append(ended)  # before it is sent: an interrupt may fall between
         try:
-            ended.answer = self._engine.master.put_end([flight.key for flight in flights])
+            prepared, send = self._prepared or ((), None)
+            if prepared is not flights or send is None:
+                send = self._engine.master.publishing([flight.key for flight in flights])
+            ended.answer = send()
         except EgmError as error:  # not handed over: it has no effect
             self._ended.remove(ended)
             for number, key, _, _ in flights:

@@ -46,6 +46,9 @@ class _Asked(NamedTuple):
     numbers: Sequence[int]
     asked: Asked
 
+    def send(self) -> None:
+        self.asked.send()
+
     def wait(self) -> None:
         self.asked.wait()
 
@@ -110,7 +113,7 @@ class ReadRound:
 
     def _start(self, todo: Sequence[int]) -> None:
         pieces = [todo[each] for each in split_batch(len(todo))]
-        for asked in in_turn(pieces, self._ask, self._expect, self._ran_dry):
+        for asked in in_turn(pieces, self._question, self._expect, self._ran_dry):
             self._launch(asked)
             while self._over < len(self._pieces) and self._pieces[self._over].completion.done():
                 self._ask_again(self._pieces[self._over])
@@ -122,8 +125,8 @@ class ReadRound:
     def _ran_dry(self) -> bool:
         return bool(self._pieces) and self._pieces[-1].completion.done()
 
-    def _ask(self, numbers: Sequence[int]) -> _Asked:
-        return _Asked(numbers, self._engine.master.locate(self._requests.keys(numbers)))
+    def _question(self, numbers: Sequence[int]) -> _Asked:
+        return _Asked(numbers, self._engine.master.locating(self._requests.keys(numbers)))
 
     def _launch(self, question: _Asked) -> None:
         numbers, asked = question

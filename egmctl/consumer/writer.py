@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from egmctl.consumer.engine import Engine, Oversize, Routes, in_turn, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, Unreachable
@@ -32,19 +32,28 @@ class _LostSpace(Exception):
     """The space may be somebody else's by now: nothing more is written to it."""
 
 
-class _Asked(NamedTuple):
-    """Space that was asked for, for the requests of these numbers."""
+@dataclass
+class _Asked:
+    """Space that is asked for, for the requests of these numbers. ``request`` is None where nothing needs any."""
 
     numbers: Sequence[int]
     keys: Sequence[str]
     sizes: Sequence[int]
-    deadline: float
     plain: Plain | None
-    answer: Requested | None
+    request: Requested | None
+    space: Publishing
+    seconds: float
+    deadline: float = 0.0
+
+    def send(self) -> None:
+        if self.request is not None:
+            self.space.hold(self.keys)
+            self.deadline = time.monotonic() + self.seconds
+            self.request.send()
 
     def wait(self) -> None:
-        if self.answer is not None:
-            self.answer.wait()
+        if self.request is not None:
+            self.request.wait()
 
 
 @dataclass
@@ -100,7 +109,7 @@ class WriteRound:
 
     def _start(self, todo: Sequence[int]) -> None:
         pieces = [todo[each] for each in split_batch(len(todo))]
-        for asked in in_turn(pieces, self._ask, self._expect, self._ran_dry):
+        for asked in in_turn(pieces, self._question, self._expect, self._ran_dry):
             self._launch(asked)
 
     def _expect(self) -> None:
@@ -109,7 +118,7 @@ class WriteRound:
     def _ran_dry(self) -> bool:
         return bool(self._pieces) and self._pieces[-1].completion.done()
 
-    def _ask(self, todo: Sequence[int]) -> _Asked:
+    def _question(self, todo: Sequence[int]) -> _Asked:
         oversize = self._engine.oversize if self._engine.oversize.active else None
         plain = self._requests.plain(todo) if oversize is None and isinstance(self._requests, Writes) else None
         numbers: Sequence[int] = todo
@@ -117,11 +126,8 @@ class WriteRound:
             keys, sizes = plain.keys, plain.sizes
         else:
             numbers, keys, sizes = self._look_at(todo, oversize)
-        deadline = time.monotonic() + self._engine.timing.put_deadline
-        if not numbers:
-            return _Asked(numbers, keys, sizes, deadline, None, None)
-        self._space.hold(keys)
-        return _Asked(numbers, keys, sizes, deadline, plain, self._engine.master.put_start(keys, sizes, self._config))
+        request = self._engine.master.putting(keys, sizes, self._config) if numbers else None
+        return _Asked(numbers, keys, sizes, plain, request, self._space, self._engine.timing.put_deadline)
 
     def _look_at(self, todo: Sequence[int], oversize: Oversize | None) -> tuple[list[int], list[str], list[int]]:
         """The numbers of the requests that can be asked for, with their keys and sizes."""
@@ -141,9 +147,9 @@ class WriteRound:
         return numbers, keys, sizes
 
     def _launch(self, asked: _Asked) -> None:
-        if asked.answer is None:
+        if asked.request is None:
             return
-        granted = asked.answer()
+        granted = asked.request()
         routes = self._engine.routes()
         if asked.plain is not None and self._line_up(asked.plain, granted, routes):
             each = zip(asked.numbers, asked.keys, asked.sizes, granted, strict=True)
@@ -277,6 +283,8 @@ class WriteRound:
         last = len(self._pieces) - 1
         for at in range(self._over, len(self._pieces)):
             piece = self._pieces[at]
+            if at == last and self._ended == last:
+                self._space.prepare(piece.flights)
             try:
                 if not piece.completion.wait(None if until is None else max(0.0, until - time.monotonic())):
                     return False

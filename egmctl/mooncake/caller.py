@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from egmctl.mooncake.calls import Rows, Spots, read_answer, read_spots
@@ -104,6 +105,19 @@ class Caller:
         timeout: float | None,
         keys: Sequence[str | bytes],
     ) -> Reply[list[T | Failure]]:
+        return self._prepared(call, literal, value, answer, convert, timeout, keys)()
+
+    def _prepared(
+        self,
+        call: str,
+        literal: bytes,
+        value: Any,
+        answer: bytes,
+        convert: Callable[[Any], T],
+        timeout: float | None,
+        keys: Sequence[str | bytes],
+    ) -> Callable[[], Reply[list[T | Failure]]]:
+        """As `_batch`; calling what is returned sends it."""
         count = len(keys)
         wanted = b"\x84" + answer
 
@@ -115,10 +129,12 @@ class Caller:
                 return got  # type: ignore[no-any-return]
             return [item if isinstance(item, Failure) else convert(item) for item in got]
 
-        return self.rpc.submit(call, build(literal, value), timeout, read)
+        return partial(self.rpc.submit, call, build(literal, value), timeout, read)
 
-    def _spots(self, call: str, literal: bytes, value: Any, answer: bytes, keys: Sequence[str | bytes]) -> Reply[Rows]:
-        """As `_batch`, where what is mostly answered can be read as columns."""
+    def _spots(
+        self, call: str, literal: bytes, value: Any, answer: bytes, keys: Sequence[str | bytes]
+    ) -> Callable[[], Reply[Rows]]:
+        """As `_prepared`, where what is mostly answered can be read as columns."""
         count = len(keys)
         wanted = b"\x84" + answer
 
@@ -131,7 +147,7 @@ class Caller:
                 raise CodecError(f"{call}: {found} answers to {count} keys", where=self.address)
             return got
 
-        return self.rpc.submit(call, build(literal, value), None, read)
+        return partial(self.rpc.submit, call, build(literal, value), None, read)
 
 
 def _printable(subject: str | bytes) -> str:

@@ -5,7 +5,7 @@ Batch calls answer one entry for each key, in order; a key that failed has a `Fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from egmctl.errors import UsageError
@@ -139,24 +139,6 @@ class ObjectCalls(Caller):
         value = keys, self.tenant_id
         return self._batch("BatchGetReplicaList", _KEYS, value, calls.LOCATED_ANSWER, to_located, timeout, keys)
 
-    def submit_batch_get_replica_rows(self, keys: Sequence[str | bytes]) -> Reply[Rows]:
-        """As `submit_batch_get_replica_list`, with the answers as they came off the wire (see `calls.to_located`), or
-        as columns where all are of the usual kind."""
-        return self._spots("BatchGetReplicaList", _KEYS, (keys, self.tenant_id), calls.LOCATED_ANSWER, keys)
-
-    def submit_again(self, reply: Reply[Rows]) -> Reply[Rows]:
-        """Ask once more what `submit_batch_get_replica_rows` asked; `Reply.same_as` then tells whether anything has
-        changed."""
-        return self.rpc.ask_again(reply)
-
-    def submit_batch_put_start_rows(
-        self, client: Uuid, keys: Sequence[str | bytes], sizes: Sequence[int], config: ReplicateConfig
-    ) -> Reply[Rows]:
-        """As `submit_batch_put_start`, with the answers as they came off the wire (see `calls.to_replicas`), or as
-        columns where all are of the usual kind."""
-        value = client, keys, sizes, config.wire(), self.tenant_id
-        return self._spots("BatchPutStart", _BATCH_PUT_START, value, calls.REPLICAS_ANSWER, keys)
-
     def submit_batch_exist_key(
         self, keys: Sequence[str | bytes], *, timeout: float | None = None
     ) -> Reply[list[bool | Failure]]:
@@ -168,6 +150,32 @@ class ObjectCalls(Caller):
     ) -> Reply[list[Failure | None]]:
         value = keys, force, self.tenant_id
         return self._batch("BatchRemove", _BATCH_REMOVE, value, calls.VOID_ANSWER, same, timeout, keys)
+
+    # -- requests made ahead; calling what is returned sends it
+
+    def prepare_batch_get_replica_list(self, keys: Sequence[str | bytes]) -> Callable[[], Reply[Rows]]:
+        """As `submit_batch_get_replica_list`, with the answers as they came off the wire (see `calls.to_located`), or
+        as columns where all are of the usual kind."""
+        return self._spots("BatchGetReplicaList", _KEYS, (keys, self.tenant_id), calls.LOCATED_ANSWER, keys)
+
+    def submit_again(self, reply: Reply[Rows]) -> Reply[Rows]:
+        """Send once more what `prepare_batch_get_replica_list` made; `Reply.same_as` tells whether anything changed."""
+        return self.rpc.ask_again(reply)
+
+    def prepare_batch_put_start(
+        self, client: Uuid, keys: Sequence[str | bytes], sizes: Sequence[int], config: ReplicateConfig
+    ) -> Callable[[], Reply[Rows]]:
+        """As `submit_batch_put_start`, with the answers as they came off the wire (see `calls.to_replicas`), or as
+        columns where all are of the usual kind."""
+        value = client, keys, sizes, config.wire(), self.tenant_id
+        return self._spots("BatchPutStart", _BATCH_PUT_START, value, calls.REPLICAS_ANSWER, keys)
+
+    def prepare_batch_put_end(
+        self, client: Uuid, keys: Sequence[str | bytes]
+    ) -> Callable[[], Reply[list[Failure | None]]]:
+        """As `submit_batch_put_end`."""
+        value = client, [(key, None) for key in keys], ALL_REPLICAS, self.tenant_id
+        return self._prepared("BatchPutEnd", _BATCH_PUT_END, value, calls.VOID_ANSWER, same, None, keys)
 
     def batch_put_start(
         self,

@@ -73,13 +73,13 @@ def test_an_object_larger_than_any_chunk_is_refused_without_evicting_others_agai
         store.register_buffer(memory.address, memory.nbytes)
         asked = store._engine.master._client
         starts: list[object] = []
-        original = asked.submit_batch_put_start_rows
+        original = asked.prepare_batch_put_start
 
         def counted(*arguments: Any) -> Any:
             starts.append(arguments)
             return original(*arguments)
 
-        asked.submit_batch_put_start_rows = counted  # type: ignore[assignment,method-assign]
+        asked.prepare_batch_put_start = counted  # type: ignore[assignment,method-assign]
         for _ in range(3):
             began = time.monotonic()
             with pytest.raises(NoSpace, match="more than any chunk"):

@@ -153,7 +153,9 @@ def test_a_put_is_not_ended_at_another_master_than_the_one_that_gave_the_space(
     provider.order("mount")
     with EgmStore.connect(master.address) as store:
         # The same client has the same key under way at the new Master: a PutEnd would publish space never written.
-        slow._engine.master.put_start(["k"], [SIZE], ReplicateConfig())()
+        reserved = slow._engine.master.putting(["k"], [SIZE], ReplicateConfig())
+        reserved.send()
+        reserved()
         copier.go.set()
         assert writing.result() == SIZE
         assert copier.copies == 2  # begun anew
