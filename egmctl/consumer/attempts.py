@@ -32,8 +32,7 @@ def read_all(
     """Results in order, an error where one failed. ``first`` is a round of all of them that was started before."""
     failures: Failures = first.failures if first is not None else {}
     todo: Sequence[int] = range(len(requests))
-    not_told = GetFailed("was interrupted", hint="get it again")
-    results: list[int | EgmError] = [not_told] * len(requests)
+    results: list[int | EgmError] = []
     backoff = Backoff(engine.timing.retry)
     hurried = 0
     while todo:
@@ -50,9 +49,12 @@ def read_all(
         except BaseException:
             current.abandon(torn=True)
             raise
-        found: list[Any] = list(map(current.outcomes.get, todo))
-        if len(found) == len(results) and set(map(type, found)) == {int}:  # nearly always
-            return found
+        if not results:
+            found: list[Any] = list(map(current.outcomes.get, todo))
+            if set(map(type, found)) == {int}:  # nearly always
+                return found
+            not_told = GetFailed("was interrupted", hint="get it again")
+            results = [not_told] * len(requests)
         again: list[int] = []
         at_once = True
         for index in todo:
@@ -85,10 +87,7 @@ def write_all(
     """Sizes in order, an error where one failed. The caller holds the keys' locks. ``first`` is a round of all of them
     that was started before."""
     todo: Sequence[int] = range(len(requests))
-    not_told = InterruptedPut(
-        "was interrupted; whether it was published is not known", hint="ask exists()", facts={"revoked": None}
-    )
-    results: list[int | EgmError] = [not_told] * len(requests)
+    results: list[int | EgmError] = []
     retry, space = Backoff(engine.timing.retry), Backoff(engine.timing.no_space)
     hurried = 0
     while todo:
@@ -105,9 +104,14 @@ def write_all(
         except BaseException:
             current.abandon(torn=True)
             raise
-        found: list[Any] = list(map(current.outcomes.get, todo))
-        if len(found) == len(results) and set(map(type, found)) == {int}:  # nearly always
-            return found
+        if not results:
+            found: list[Any] = list(map(current.outcomes.get, todo))
+            if set(map(type, found)) == {int}:  # nearly always
+                return found
+            not_told = InterruptedPut(
+                "was interrupted; whether it was published is not known", hint="ask exists()", facts={"revoked": None}
+            )
+            results = [not_told] * len(requests)
         again: list[int] = []
         elsewhere: list[int] = []
         at_once, full = True, True

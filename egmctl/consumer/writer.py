@@ -283,8 +283,8 @@ class WriteRound:
         last = len(self._pieces) - 1
         for at in range(self._over, len(self._pieces)):
             piece = self._pieces[at]
-            if at == last and self._ended == last:
-                self._space.prepare(piece.flights)
+            if at == max(0, last - 1):
+                self._space.prepare(self._pieces[last].flights)
             try:
                 if not piece.completion.wait(None if until is None else max(0.0, until - time.monotonic())):
                     return False
@@ -295,9 +295,9 @@ class WriteRound:
             self._over = at + 1
             if at < last and self._pieces[at + 1].completion.done():
                 continue  # published together with that one
-            if self.pins.watched:  # nobody has to be asked: publish while the pieces behind it are being copied
+            if self.pins.watched:  # nobody has to be asked: published while the pieces behind it are being copied
                 self._end(self.pins.confirm())
-            if at < last and not self._pieces[at + 1].completion.done():
+            if at < last - 1 and not self._pieces[at + 1].completion.done():  # the last one has to be published soon
                 self._space.record(but=1)
         return True
 
