@@ -22,6 +22,14 @@ _HURRIED = 3
 """Rounds that may follow each other without a pause, when each had a reason not to wait."""
 
 
+def _all_sizes(found: Sequence[Any]) -> bool:
+    """Whether nothing else is among them, told by their sum: looking at each takes three times as long."""
+    try:
+        return type(sum(found)) is int
+    except TypeError:
+        return False
+
+
 def read_all(
     engine: Engine,
     requests: ReadRequests,
@@ -51,7 +59,7 @@ def read_all(
             raise
         if not results:
             found: list[Any] = list(map(current.outcomes.get, todo))
-            if set(map(type, found)) == {int}:  # nearly always
+            if _all_sizes(found):  # nearly always
                 return found
             not_told = GetFailed("was interrupted", hint="get it again")
             results = [not_told] * len(requests)
@@ -106,7 +114,7 @@ def write_all(
             raise
         if not results:
             found: list[Any] = list(map(current.outcomes.get, todo))
-            if set(map(type, found)) == {int}:  # nearly always
+            if _all_sizes(found):  # nearly always
                 return found
             not_told = InterruptedPut(
                 "was interrupted; whether it was published is not known", hint="ask exists()", facts={"revoked": None}

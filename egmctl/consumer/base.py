@@ -64,7 +64,7 @@ class StoreBase:
         self, round_: ReadRound | WriteRound, finish: Callable[[], list[int | EgmError]], keys: Collection[str] = ()
     ) -> BatchTransfer:
         """Begin a round, known to `close` from before; puts hold their ``keys`` until it is over, also by failing."""
-        held: set[str] = set()
+        held: list[frozenset[str] | set[str]] = []
 
         def over() -> None:
             with self._lock:

@@ -57,7 +57,7 @@ class Puts(StoreBase):
         check_batch(keys, buffers)
         self._open()
         requests = Writes(self._buffers, keys, buffers)
-        held: set[str] = set()
+        held: list[frozenset[str] | set[str]] = []
         try:
             self._locks.acquire(requests.every_key, self._engine.timing.put_deadline, held)
             return write_all(self._engine, requests, config or ReplicateConfig(), stream=stream)
@@ -134,7 +134,7 @@ class Puts(StoreBase):
         self, request: WriteRequest, config: ReplicateConfig | None, stream: int | None = None
     ) -> list[int | EgmError]:
         self._open()
-        held: set[str] = set()
+        held: list[frozenset[str] | set[str]] = []
         try:
             self._locks.acquire([request.key], self._engine.timing.put_deadline, held)
             return write_all(self._engine, [request], config or ReplicateConfig(), stream=stream)
