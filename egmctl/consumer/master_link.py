@@ -78,11 +78,13 @@ class Reserved(NamedTuple):
 class _Question:
     """Made, and sent by `send`. ``asked_at`` is from just before that."""
 
-    __slots__ = ("_link", "_reply", "_submit", "asked_at", "keys")
+    __slots__ = ("_link", "_reply", "_rows", "_submit", "asked_at", "keys")
+    status = 0
 
     def __init__(self, link: MasterLink, keys: Sequence[str], submit: Callable[[], Reply[Rows]]) -> None:
         self._link = link
         self._submit = submit
+        self._rows: Rows | None = None
         self.keys = keys
 
     def send(self) -> None:
@@ -94,24 +96,40 @@ class _Question:
         """Until the answer is there; raises when none will come."""
         self._reply.wait()
 
+    @property
+    def epoch(self) -> int:
+        """The connection that answers."""
+        return self._reply.epoch
+
+    def columns(self) -> Spots | None:
+        """The answer, waited for, when it is the usual one: each object has one replica, in memory and as it should be.
+        Otherwise call it."""
+        rows = self._answer()
+        return rows if isinstance(rows, Spots) and rows.statuses.count(self.status) == len(rows.statuses) else None
+
+    def _answer(self) -> Rows:
+        if self._rows is None:
+            self._rows = self._reply.result()
+        return self._rows
+
 
 class Asked(_Question):
     """A question after some keys. Calling it waits for the answer: a location or an error for each key."""
 
     __slots__ = ()
+    status = _COMPLETE
 
     def __call__(self) -> list[Location | EgmError]:
-        return self._taken_apart(self._reply, self.asked_at)
+        return self._taken_apart(self._answer(), self.asked_at, self.epoch)
 
     def again(self) -> Callable[[], list[Location | EgmError] | None]:
         """Ask the very same once more, having called this. The answer is None when the Master says just what it said,
         on the same connection: nothing has changed, and that is seen without taking the answer apart."""
         asked_at = time.monotonic()
         reply = self._link._client.submit_again(self._reply)
-        return lambda: None if reply.same_as(self._reply) else self._taken_apart(reply, asked_at)
+        return lambda: None if reply.same_as(self._reply) else self._taken_apart(reply.result(), asked_at, reply.epoch)
 
-    def _taken_apart(self, reply: Reply[Rows], asked_at: float) -> list[Location | EgmError]:
-        rows, epoch = reply.result(), reply.epoch
+    def _taken_apart(self, rows: Rows, asked_at: float, epoch: int) -> list[Location | EgmError]:
         if isinstance(rows, Spots):
             return _located(self.keys, rows, asked_at, epoch)
         found: list[Location | EgmError] = []
@@ -129,9 +147,10 @@ class Requested(_Question):
     """A request for space. Calling it waits for the answer: space or an error for each key."""
 
     __slots__ = ()
+    status = _WRITING
 
     def __call__(self) -> list[Reserved | EgmError]:
-        rows, epoch, asked_at = self._reply.result(), self._reply.epoch, self.asked_at
+        rows, epoch, asked_at = self._answer(), self.epoch, self.asked_at
         if isinstance(rows, Spots):
             return _reserved(self.keys, rows, asked_at, epoch)
         granted: list[Reserved | EgmError] = []

@@ -12,6 +12,7 @@ from egmctl.consumer.bindings import Bindings
 from egmctl.consumer.errors import AmbiguousSegment, ProviderGone, StaleAllocation, StoreError
 from egmctl.consumer.mappings import Lease, MappingCache
 from egmctl.errors import EgmError
+from egmctl.mooncake.calls import Spots
 
 __all__ = ["Again", "Near", "Pins", "Place", "Target"]
 
@@ -86,30 +87,28 @@ class Pins:
             return near
         return None
 
-    def line_up(self, places: Sequence[Place], sizes: Sequence[int], asked_at: float, column: int) -> list[int] | None:
-        """The addresses of all of ``places`` as ``column`` of `Near` has them. None when one is not as large as said,
-        or cannot be reached so: `resolve` then says of each what is the matter with it."""
-        spots = [(place[3], place[1] >> _NEAR) for place in places]
+    def line_up(self, spots: Spots, sizes: Sequence[int], asked_at: float, column: int) -> list[int] | None:
+        """The addresses of all of ``spots`` as ``column`` of `Near` has them. None when one is not as large as said, or
+        cannot be reached so: `resolve` then says of each what is the matter with it."""
+        if list(spots.sizes) != list(sizes):
+            return None
+        parts = list(zip(spots.te_endpoints, [address >> _NEAR for address in spots.addresses], strict=True))
         table = self._near
-        nears: list[Any] = list(map(table.get, spots))
+        nears: list[Any] = list(map(table.get, parts))
         if not all(nears):
             try:
-                for spot, place in zip(spots, places, strict=True):
-                    if spot not in table:
-                        self.resolve(place, asked_at)
+                for part, address, nbytes in zip(parts, spots.addresses, sizes, strict=True):
+                    if part not in table:
+                        self.resolve(Place(0, address, nbytes, part[0]), asked_at)
             except (EgmError, Again):
                 return None
-            nears = list(map(table.get, spots))
+            nears = list(map(table.get, parts))
         found = [
-            near[column] - near[1] + place[1]
-            for near, place, size in zip(nears, places, sizes, strict=True)
-            if near[1] <= place[1]
-            and place[1] + size <= near[2]
-            and place[2] == size
-            and near[0] <= asked_at
-            and near[column] is not None
+            near[column] - near[1] + address
+            for near, address, nbytes in zip(nears, spots.addresses, sizes, strict=True)
+            if near[1] <= address and address + nbytes <= near[2] and near[0] <= asked_at and near[column] is not None
         ]
-        return found if len(found) == len(places) else None
+        return found if len(found) == len(sizes) else None
 
     def _nearby(self, endpoint: str, address: int) -> Near | None:
         """The first look at a part of a chunk that is in use already; the next one is found at once."""

@@ -7,35 +7,54 @@ granted the space, and the deadline has not passed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from egmctl.consumer.engine import Engine
 from egmctl.consumer.errors import InterruptedPut, ObjectNotFound, StaleAllocation
-from egmctl.consumer.master_link import Answer, Reserved
+from egmctl.consumer.master_link import Answer
 from egmctl.consumer.pins import Again
 from egmctl.errors import EgmError
 
-__all__ = ["Flight", "Publishing"]
+__all__ = ["NONE", "Flights", "Publishing"]
 
 _TOGETHER = 256  # objects published by one request
 
 
-class Flight(NamedTuple):
-    """An object on its way into the space reserved for it; ``number`` is the request's."""
+class Flights(NamedTuple):
+    """Objects on their way into space that was reserved together, as columns: a batch has hundreds. ``numbers`` are the
+    requests', ``endpoints`` where the replicas of each lie, and ``epoch`` the connection that granted the space."""
 
-    number: int
-    key: str
-    nbytes: int
-    reserved: Reserved
+    numbers: Sequence[int]
+    keys: Sequence[str]
+    sizes: Sequence[int]
+    endpoints: Sequence[Collection[str]]
+    epoch: int
+
+    def only(self, chosen: Sequence[int]) -> Flights:
+        """Those at these positions."""
+        numbers, keys, sizes, endpoints = [[column[at] for at in chosen] for column in self[:4]]
+        return Flights(numbers, keys, sizes, endpoints, self.epoch)  # type: ignore[arg-type]
+
+    def joined(self, more: Flights) -> Flights:
+        return Flights(
+            [*self.numbers, *more.numbers],
+            [*self.keys, *more.keys],
+            [*self.sizes, *more.sizes],
+            [*self.endpoints, *more.endpoints],
+            self.epoch,
+        )
+
+
+NONE = Flights((), (), (), (), 0)
 
 
 @dataclass(eq=False)
 class _Ended:
     """What one request is to publish, until the answer to it was noted."""
 
-    flights: Sequence[Flight]
+    flights: Flights
     answer: Answer[bool] | None = None
 
 
@@ -49,7 +68,7 @@ class Publishing:
         self._revoked: set[str] = set()
         self._told: dict[str, InterruptedPut] = {}  # by key: what says whether its space was given back
         self._ended: list[_Ended] = []
-        self._prepared: tuple[Sequence[Flight], Callable[[], Answer[bool]]] | None = None
+        self._prepared: tuple[Flights, Callable[[], Answer[bool]]] | None = None
 
     def hold(self, keys: Iterable[str]) -> None:
         """From before they are asked for, until it is known that the Master holds nothing."""
@@ -63,55 +82,58 @@ class Publishing:
         """Whether the Master has confirmed that it holds no space for it."""
         return key in self._revoked
 
-    def end(self, granted: Iterable[tuple[Sequence[Flight], float]], bad: set[str]) -> None:
+    def end(self, granted: Iterable[tuple[Flights, float]], bad: set[str]) -> None:
         """Publish what was copied, as far as it may be: flights that were granted together, each with their deadline;
         ``bad`` are endpoints whose incarnation is not the one bound any more."""
-        good: Sequence[Flight] = ()
+        good: Flights | None = None
         for flights, deadline in granted:
             more = self._publishable(flights, deadline, bad)
-            if len(good) + len(more) > _TOGETHER:
+            if good is not None and len(good.keys) + len(more.keys) > _TOGETHER:
                 self._put_end(good)
-                good = ()
-            good = [*good, *more] if good else more
-        self._put_end(good)
+                good = None
+            good = more if good is None else good.joined(more)
+        if good is not None:
+            self._put_end(good)
 
-    def prepare(self, flights: Sequence[Flight]) -> None:
+    def prepare(self, flights: Flights) -> None:
         """Make the request that publishes just these, while they are being copied."""
-        if flights:
-            self._prepared = flights, self._engine.master.publishing([flight.key for flight in flights])
+        if flights.keys:
+            self._prepared = flights, self._engine.master.publishing(flights.keys)
 
-    def _publishable(self, flights: Sequence[Flight], deadline: float, bad: set[str]) -> Sequence[Flight]:
+    def _publishable(self, flights: Flights, deadline: float, bad: set[str]) -> Flights:
         master = self._engine.master
-        connected, late = master.connected(), time.monotonic() > deadline
-        if connected and not late and not bad and flights and master.epoch == flights[0].reserved.epoch:
-            return flights  # they were granted together
+        ours = master.connected() and master.epoch == flights.epoch
+        late = time.monotonic() > deadline
+        if ours and not late and not bad:
+            return flights
         good = []
-        for flight in flights:
-            number, key, _, reserved = flight
-            gone = None if not bad else next((each.endpoint for each in reserved.places if each.endpoint in bad), None)
+        for at, (number, key, endpoints) in enumerate(
+            zip(flights.numbers, flights.keys, flights.endpoints, strict=True)
+        ):
+            gone = next((endpoint for endpoint in endpoints if endpoint in bad), None)
             if gone is not None:
                 self._outcomes[number] = Again(StaleAllocation("the provider ended during the put", where=gone))
             elif late:
                 self._outcomes[number] = self.expired(key)
-            elif not connected or master.epoch != reserved.epoch:
+            elif not ours:
                 self._outcomes[number] = self.cut_off(key)
             else:
-                good.append(flight)
-        return good
+                good.append(at)
+        return flights.only(good)
 
-    def _put_end(self, flights: Sequence[Flight]) -> None:
-        if not flights:
+    def _put_end(self, flights: Flights) -> None:
+        if not flights.keys:
             return
         ended = _Ended(flights)
         self._ended.append(ended)  # before it is sent: an interrupt may fall between
         try:
-            prepared, send = self._prepared or ((), None)
+            prepared, send = self._prepared or (None, None)
             if prepared is not flights or send is None:
-                send = self._engine.master.publishing([flight.key for flight in flights])
+                send = self._engine.master.publishing(flights.keys)
             ended.answer = send()
         except EgmError as error:  # not handed over: it has no effect
             self._ended.remove(ended)
-            for number, key, _, _ in flights:
+            for number, key in zip(flights.numbers, flights.keys, strict=True):
                 self._outcomes[number] = self.cut_off(key, error)
 
     def record(self, *, but: int = 0) -> None:
@@ -120,23 +142,22 @@ class Publishing:
             if ended.answer is not None:
                 self._note(ended.flights, ended.answer)
                 # What was known of the objects is let go of now, while others are copied.
-                ended.answer, ended.flights = None, ()
+                ended.answer, ended.flights = None, NONE
 
-    def _note(self, flights: Sequence[Flight], answer: Answer[bool]) -> None:
+    def _note(self, flights: Flights, answer: Answer[bool]) -> None:
         try:
             rows = answer()
         except EgmError as error:
-            for number, key, _, _ in flights:
-                self._held.pop(key, None)  # it may be published: not ours to take back
+            for number, key in zip(flights.numbers, flights.keys, strict=True):
                 self._outcomes[number] = _unknown(key, error)
+            self._let_go(flights.keys)  # it may be published: not ours to take back
             return
-        if rows.count(True) == len(flights):  # nearly always
-            self._outcomes.update([(flight[0], flight[2]) for flight in flights])
-            for flight in flights:
-                self._held.pop(flight[1], None)
+        if rows.count(True) == len(flights.keys):  # nearly always
+            self._outcomes.update(zip(flights.numbers, flights.sizes, strict=True))
+            self._let_go(flights.keys)
             return
-        for (number, key, nbytes, _), row in zip(flights, rows, strict=True):
-            self._held.pop(key, None)
+        self._let_go(flights.keys)
+        for number, key, nbytes, row in zip(flights.numbers, flights.keys, flights.sizes, rows, strict=True):
             if not isinstance(row, EgmError):
                 self._outcomes[number] = nbytes
             else:
@@ -149,11 +170,14 @@ class Publishing:
                 # It knows no such object, so there is nothing that trying again could harm.
                 self._outcomes[number] = Again(refused) if isinstance(row, ObjectNotFound) else refused
 
+    def _let_go(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._held.pop(key, None)
+
     def give_back(self) -> None:
         """All space that is neither published nor on its way to be. Only when no copy into it runs any more."""
         for ended in self._ended:
-            for flight in ended.flights:
-                self._held.pop(flight.key, None)
+            self._let_go(ended.flights.keys)
         self.revoke(list(self._held))
 
     def revoke(self, keys: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import repeat
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from egmctl.consumer.choose import NOT_THE_PLACE, Failures, choose
 from egmctl.consumer.engine import Engine, Routes, in_turn, settle, split_batch
@@ -26,6 +26,7 @@ from egmctl.consumer.master_link import Asked, Location, is_transient
 from egmctl.consumer.pins import Again, Pins, Place
 from egmctl.consumer.requests import Plain, ReadRequests
 from egmctl.errors import EgmError
+from egmctl.mooncake.calls import Spots
 
 __all__ = ["ReadRound", "as_store_error", "is_bound"]
 
@@ -35,9 +36,6 @@ class _Flight(NamedTuple):
     location: Location
     place: Place
     result: int
-
-
-_make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
 
 
 class _Asked(NamedTuple):
@@ -53,21 +51,41 @@ class _Asked(NamedTuple):
         self.asked.wait()
 
 
+def _usual(numbers: Sequence[int], asked: Asked, results: Sequence[int]) -> list[_Flight]:
+    """Where each object has one replica, and all of it was asked for."""
+    return [
+        _Flight(number, location, location.places[0], result)
+        for number, location, result in zip(numbers, asked(), results, strict=True)
+        if isinstance(location, Location)  # as are all of them
+    ]
+
+
+@dataclass
 class _Piece:
-    """What was asked for and is copied together. ``asked`` is the question, when all that it named is copied."""
+    """What is copied together: ``results`` of the requests ``numbers``. ``asked`` is the question, when all that it
+    named is copied; ``said`` what was answered of each, made of that when it is looked at."""
 
-    __slots__ = ("asked", "completion", "endpoints", "flights", "judged", "lease_until", "moved", "numbers", "question")
+    numbers: Sequence[int]
+    results: Sequence[int]
+    endpoints: set[str]
+    lease_until: float
+    completion: Completion
+    asked: Asked | None
+    said: Sequence[_Flight] | None = None
+    moved: set[int] = field(default_factory=set)
+    question: Callable[[], Sequence[Location | EgmError] | None] | None = None
+    judged: bool = False
 
-    def __init__(self, flights: list[_Flight], completion: Completion, asked: Asked | None) -> None:
-        self.flights = flights
-        self.completion = completion
-        self.asked = asked
-        self.lease_until = min([flight.location.lease_until for flight in flights])
-        self.moved: set[int] = set()
-        self.question: Callable[[], Sequence[Location | EgmError] | None] | None = None
-        self.judged = False
-        self.numbers: list[int] = []
-        self.endpoints: set[str] = set()
+    @property
+    def flights(self) -> Sequence[_Flight]:
+        if self.said is None:
+            self.said = _usual(self.numbers, self.asked, self.results) if self.asked is not None else ()
+        return self.said
+
+    def close(self) -> None:
+        """It is judged: what was known of the objects is let go of, while others are copied."""
+        self.judged = True
+        self.said, self.asked, self.question = (), None, None
 
 
 class ReadRound:
@@ -130,18 +148,21 @@ class ReadRound:
 
     def _launch(self, question: _Asked) -> None:
         numbers, asked = question
-        located = asked()
         routes = self._engine.routes()
         plain = None if self.failures else self._requests.plain(numbers)
-        if plain is not None:
-            places = self._line_up(plain, located, routes)
-            if places:
-                each = zip(numbers, located, places, plain.sizes, strict=True)
-                self._copy(routes, list(map(_make, repeat(_Flight), each)), asked)
+        spots = None if plain is None else asked.columns()
+        if plain is not None and spots is not None and self._line_up(plain, spots, asked.asked_at, routes):
+            try:
+                completion = self._engine.copy(routes, self._stream)
+            except EgmError as error:
+                self._fail(_usual(numbers, asked, plain.sizes), error)
                 return
+            until = asked.asked_at + min(spots.leases) / 1000
+            self._pieces.append(_Piece(numbers, plain.sizes, set(spots.te_endpoints), until, completion, asked))
+            return
         flights: list[_Flight] = []
         apart: dict[str, tuple[Routes, list[_Flight]]] = {}
-        for number, answer in zip(numbers, located, strict=True):
+        for number, answer in zip(numbers, asked(), strict=True):
             try:
                 self._launch_one(number, answer, routes, flights, apart)
             except (EgmError, Again) as error:
@@ -150,18 +171,15 @@ class ReadRound:
         for its_routes, its_flights in apart.values():
             self._copy(its_routes, its_flights, None)
 
-    def _line_up(self, plain: Plain, located: Sequence[Location | EgmError], routes: Routes) -> Sequence[Place]:
+    def _line_up(self, plain: Plain, spots: Spots, asked_at: float, routes: Routes) -> bool:
         """What most of a batch is: each whole, into one buffer of its size, out of a chunk that can be reached. All of
-        them are added to ``routes`` and their places returned, or none."""
-        places = [each[1][0] for each in located if each.__class__ is Location and each[1]]
-        if len(places) < len(located):
-            return ()
+        them are added to ``routes``, or none."""
         fragments, column = routes.line(plain.buffer)
-        pool = self.pins.line_up(places, plain.sizes, located[0].asked_at, column)  # type: ignore[union-attr]
+        pool = self.pins.line_up(spots, plain.sizes, asked_at, column)
         if pool is None:
-            return ()
+            return False
         fragments += zip(plain.addresses, pool, plain.sizes, strict=True)
-        return places
+        return True
 
     def _launch_one(
         self,
@@ -191,7 +209,11 @@ class ReadRound:
         except EgmError as error:
             self._fail(flights, error)
             return
-        self._pieces.append(_Piece(flights, completion, asked))
+        numbers = [flight.number for flight in flights]
+        results = [flight.result for flight in flights]
+        endpoints = {flight.place.endpoint for flight in flights}
+        until = min([flight.location.lease_until for flight in flights])
+        self._pieces.append(_Piece(numbers, results, endpoints, until, completion, asked, flights))
 
     def done(self) -> bool:
         return all(piece.completion.done() for piece in self._pieces)
@@ -209,13 +231,13 @@ class ReadRound:
                         break
                 except EgmError as error:
                     self._fail(piece.flights, error)
-                    piece.flights = []
+                    piece.close()
                     break
                 if until is not None and time.monotonic() >= until:
                     return False
                 self._renew(piece)
             self._ask_again(piece)  # while the pieces behind it are still being copied
-            if before is not None and before.flights and before.question is not None and not before.judged:
+            if before is not None and before.question is not None and not before.judged:
                 with suppress(EgmError):  # `settle` tries it once more
                     self._judge(before, before.question())
             before = piece
@@ -239,7 +261,7 @@ class ReadRound:
         piece.lease_until = min(until)
 
     def _ask_again(self, piece: _Piece) -> None:
-        if piece.flights and piece.question is None:
+        if not piece.judged and piece.question is None:
             with suppress(EgmError):  # `settle` tries it once more
                 piece.question = self._look_again(piece)
 
@@ -252,7 +274,7 @@ class ReadRound:
         """Judge what was copied by what the Master says after the copy. Call once `wait` has returned True."""
         try:
             for piece in self._pieces:
-                if piece.flights and not piece.judged:
+                if not piece.judged:
                     self._judge(piece, (piece.question or self._look_again(piece))())
             bad = self.pins.confirm() if self._pieces else set()
             if bad:
@@ -271,17 +293,13 @@ class ReadRound:
                     )
 
     def _judge(self, piece: _Piece, answers: Sequence[Location | EgmError | None] | None) -> None:
-        flights = piece.flights
-        piece.numbers = [flight[0] for flight in flights]
-        piece.endpoints = {flight[2].endpoint for flight in flights}
         if answers is None and not piece.moved:  # nearly always: nothing has changed
-            self.outcomes.update([(flight[0], flight[3]) for flight in flights])
+            self.outcomes.update(zip(piece.numbers, piece.results, strict=True))
         else:
+            flights = piece.flights
             for flight, answer in zip(flights, answers or [None] * len(flights), strict=True):
                 self.outcomes[flight.number] = self._verdict(piece, flight, answer)
-        piece.judged = True
-        # What was known of the objects is let go of now, while others are copied, and not all of it at the end.
-        piece.flights, piece.asked, piece.question = [], None, None
+        piece.close()
 
     def _verdict(self, piece: _Piece, flight: _Flight, answer: Location | EgmError | None) -> int | EgmError | Again:
         if isinstance(answer, EgmError):

@@ -9,23 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any
 
 from egmctl.consumer.engine import Engine, Oversize, Routes, in_turn, settle, split_batch
 from egmctl.consumer.errors import InterruptedPut, NoSpace, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Requested, Reserved, is_transient
 from egmctl.consumer.pins import Again, Pins, Target
-from egmctl.consumer.publishing import Flight, Publishing
+from egmctl.consumer.publishing import NONE, Flights, Publishing
 from egmctl.consumer.reader import is_bound
 from egmctl.consumer.requests import Plain, WriteRequest, WriteRequests, Writes
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
 
 __all__ = ["WriteRound"]
-
-_make: Any = tuple.__new__  # a named tuple's own constructor takes twice as long
 
 
 class _LostSpace(Exception):
@@ -60,7 +56,7 @@ class _Asked:
 class _Piece:
     """What was granted together and is copied together."""
 
-    flights: list[Flight]
+    flights: Flights
     completion: Completion
     deadline: float
 
@@ -147,18 +143,18 @@ class WriteRound:
         return numbers, keys, sizes
 
     def _launch(self, asked: _Asked) -> None:
-        if asked.request is None:
+        request = asked.request
+        if request is None:
             return
-        granted = asked.request()
         routes = self._engine.routes()
-        if asked.plain is not None and self._line_up(asked.plain, granted, routes):
-            each = zip(asked.numbers, asked.keys, asked.sizes, granted, strict=True)
-            self._copy(list(map(_make, repeat(Flight), each)), routes, (), asked.deadline)
+        flights = None if asked.plain is None else self._line_up(asked.numbers, asked.plain, request, routes)
+        if flights is not None:
+            self._copy(flights, routes, (), asked.deadline)
             return
-        flights: list[Flight] = []
+        launched: list[tuple[int, Reserved]] = []
         refused: list[str] = []
         custom: list[tuple[WriteRequest, list[Target]]] = []
-        for number, key, nbytes, reserved in zip(asked.numbers, asked.keys, asked.sizes, granted, strict=True):
+        for number, key, nbytes, reserved in zip(asked.numbers, asked.keys, asked.sizes, request(), strict=True):
             if isinstance(reserved, EgmError):
                 self._space.refused(key)
                 self.outcomes[number] = (
@@ -171,24 +167,31 @@ class WriteRound:
                 self.outcomes[number] = error
                 refused.append(key)
                 continue
-            flights.append(Flight(number, key, nbytes, reserved))
-        if flights:
+            launched.append((number, reserved))
+        if launched:
+            flights = Flights(
+                [number for number, _ in launched],
+                [reserved.key for _, reserved in launched],
+                [self._requests[number].nbytes for number, _ in launched],
+                [[place.endpoint for place in reserved.places] for _, reserved in launched],
+                request.epoch,
+            )
             self._copy(flights, routes, custom, asked.deadline)
         if refused:
             self._space.revoke(refused)
 
-    def _line_up(self, plain: Plain, granted: Sequence[Reserved | EgmError], routes: Routes) -> bool:
+    def _line_up(self, numbers: Sequence[int], plain: Plain, request: Requested, routes: Routes) -> Flights | None:
         """What most of a batch is: each with one replica, from one buffer, into a chunk that can be reached. All of
-        them are added to ``routes``, or none."""
-        places = [each[1][0] for each in granted if each.__class__ is Reserved and len(each[1]) == 1 and not each[2]]
-        if len(places) < len(granted):
-            return False
+        them are added to ``routes``, or none and None is returned."""
+        spots = request.columns()
+        if spots is None:
+            return None
         fragments, column = routes.line(plain.buffer)
-        pool = self.pins.line_up(places, plain.sizes, granted[0].asked_at, column)  # type: ignore[union-attr]
+        pool = self.pins.line_up(spots, plain.sizes, request.asked_at, column)
         if pool is None:
-            return False
+            return None
         fragments += zip(pool, plain.addresses, plain.sizes, strict=True)
-        return True
+        return Flights(numbers, plain.keys, plain.sizes, list(zip(spots.te_endpoints)), request.epoch)
 
     def _launch_one(
         self,
@@ -236,12 +239,12 @@ class WriteRound:
 
     def _copy(
         self,
-        flights: list[Flight],
-        routes: object,
+        flights: Flights,
+        routes: Routes,
         custom: Sequence[tuple[WriteRequest, list[Target]]],
         deadline: float,
     ) -> None:
-        epoch = flights[0].reserved.epoch
+        epoch = flights.epoch
         master = self._engine.master
 
         def still_ours() -> None:
@@ -250,7 +253,7 @@ class WriteRound:
 
         started: list[Completion] = []
         try:
-            started.append(self._engine.copy(routes, self._stream, still_ours))  # type: ignore[arg-type]
+            started.append(self._engine.copy(routes, self._stream, still_ours))
             for request, targets in custom:
                 still_ours()
                 assert request.custom is not None
@@ -258,16 +261,16 @@ class WriteRound:
         except _LostSpace:
             settle(started)
             late = time.monotonic() > deadline
-            for number, key, _, _ in flights:
+            for number, key in zip(flights.numbers, flights.keys, strict=True):
                 self.outcomes[number] = self._space.expired(key) if late else self._space.cut_off(key)
             if late:
-                self._space.revoke([flight.key for flight in flights])
+                self._space.revoke(flights.keys)
             return
         except EgmError as error:
             settle(started)
-            for flight in flights:
-                self.outcomes[flight.number] = error
-            self._space.revoke([flight.key for flight in flights])
+            for number in flights.numbers:
+                self.outcomes[number] = error
+            self._space.revoke(flights.keys)
             return
         except BaseException:
             settle(started)
@@ -289,9 +292,9 @@ class WriteRound:
                 if not piece.completion.wait(None if until is None else max(0.0, until - time.monotonic())):
                     return False
             except EgmError as error:
-                for flight in piece.flights:
-                    self.outcomes[flight.number] = error
-                piece.flights = []
+                for number in piece.flights.numbers:
+                    self.outcomes[number] = error
+                piece.flights = NONE
             self._over = at + 1
             if at < last and self._pieces[at + 1].completion.done():
                 continue  # published together with that one
@@ -316,7 +319,7 @@ class WriteRound:
         self._space.end([(piece.flights, piece.deadline) for piece in over], bad)
         self._ended = until
         for piece in over:
-            piece.flights = []
+            piece.flights = NONE
 
     def abandon(self, *, torn: bool = False) -> None:
         """Wait for copies under way, then give the space back and let go of the memory. Twice is once. ``torn``: by an

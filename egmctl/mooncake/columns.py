@@ -34,7 +34,6 @@ __all__ = ["Column", "Columns", "read_columns"]
 
 _LENGTHS: Final = tuple(struct.Struct(code) for code in ("<B", "<H", "<I", "<Q"))
 _MAX_FIELDS: Final = 64
-_FEWEST: Final = 2  # elements for which it pays to look
 
 
 class Column(int):
@@ -162,14 +161,14 @@ def _memory(literal: bytes, width: int) -> _Memory:
 
 
 def read_columns(body: bytes, frame: Frame) -> Columns | None:
-    """The list in ``body``, when its elements are all built alike; None when they are not, or are failures, too few,
+    """The list in ``body``, when its elements are all built alike; None when they are not, or are failures, none,
     or damaged (which the decoder then says)."""
     try:
         memory = _memory(frame.literal, frame.width)
         lengths = _LENGTHS[frame.width]
         (count,) = lengths.unpack_from(body, frame.start)
         start = frame.start + lengths.size
-        if memory.element is None or count < _FEWEST:
+        if memory.element is None or count == 0:
             return None
         found = None if memory.layout is None else _read(memory.layout, body, start, count, frame)
         if found is None:

@@ -10,7 +10,7 @@ import pytest
 
 from egmctl.bench.buffers import registered
 from egmctl.consumer import EgmStore, Timing
-from egmctl.consumer.engine import must_ask, split_batch
+from egmctl.consumer.engine import in_turn, split_batch
 from egmctl.consumer.errors import GetFailed, InterruptedPut, InvalidBuffer, ObjectNotFound, TransferTimeout
 from egmctl.consumer.host_copy import Completion, Fragment, HostCopier
 from egmctl.consumer.master_link import Location
@@ -190,17 +190,46 @@ def test_a_batch_is_cut_into_pieces_that_begin_and_end_short(count: int) -> None
     assert [at for piece in pieces for at in range(piece.start, piece.stop)] == list(range(count))
     sizes = [piece.stop - piece.start for piece in pieces]
     assert len(sizes) <= 270
-    assert max(sizes[0], sizes[-1]) <= 20
+    assert max(sizes[0], sizes[-1]) <= 28
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-@pytest.mark.parametrize("spare", [False, True])
-def test_every_piece_is_asked_for_before_it_is_copied_and_more_only_when_there_is_time(ahead: int, spare: bool) -> None:
-    sent = 0
-    for at in range(20):
-        while must_ask(at, sent, 20, ahead, lambda: spare):
-            sent += 1
-        assert sent == min(20, at + 1 + (ahead if spare else 1))
+class Question:
+    def __init__(self, piece: int, said: list[str]) -> None:
+        self.piece, self.said = piece, said
+        said.append(f"make {piece}")
+
+    def send(self) -> None:
+        self.said.append(f"send {self.piece}")
+
+    def wait(self) -> None:
+        self.said.append(f"wait {self.piece}")
+
+
+def played(count: int, dry: bool) -> list[str]:
+    said: list[str] = []
+    for question in in_turn(range(count), lambda n: Question(n, said), lambda: said.append("meanwhile"), lambda: dry):
+        said.append(f"copy {question.piece}")
+    return said
+
+
+def test_one_question_is_under_way_while_what_the_one_before_named_is_copied() -> None:
+    assert played(0, False) == []
+    assert played(1, False) == ["make 0", "send 0", "meanwhile", "wait 0", "copy 0"]
+    first = ["make 0", "send 0", "meanwhile", "make 1", "wait 0", "send 1", "copy 0"]
+    assert played(3, False) == [*first, "make 2", "wait 1", "send 2", "copy 1", "wait 2", "copy 2"]
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_every_piece_is_asked_for_once_and_more_are_under_way_when_the_copies_run_dry(dry: bool) -> None:
+    said = played(20, dry)
+    assert [each for each in said if each.startswith("copy")] == [f"copy {n}" for n in range(20)]
+    for what in ("make", "send", "wait"):
+        assert [each for each in said if each.startswith(what)] == [f"{what} {n}" for n in range(20)]
+    under_way = most = 0
+    for each in said:
+        under_way += each.startswith("send") - each.startswith("wait")
+        most = max(most, under_way)
+    assert most == (4 if dry else 1)
 
 
 def test_a_buffer_that_cannot_be_registered_is_given_back(monkeypatch: pytest.MonkeyPatch, store: EgmStore) -> None:

@@ -184,7 +184,7 @@ def test_puts_of_one_key_wait_for_each_other(master: Master, provider: MiniProvi
         with pytest.raises(TransferTimeout):
             first.result(timeout=0.05)
         with pytest.raises(ObjectBusy):
-            store._locks.acquire(["k"], 0.05, set())
+            store._locks.acquire(["k"], 0.05, [])
         assert store.put_from("other", memory.address, 10) == 10  # other keys are not kept waiting
         assert not store.exists("k")
         copier.go.set()
