@@ -11,7 +11,7 @@ from egmctl.consumer.context import keeps_device
 from egmctl.consumer.engine import Engine
 from egmctl.consumer.errors import StoreClosed
 from egmctl.consumer.host_copy import HostCopier
-from egmctl.consumer.keylocks import KeyLocks
+from egmctl.consumer.keylocks import Held, KeyLocks
 from egmctl.consumer.reader import ReadRound
 from egmctl.consumer.transfer import BatchTransfer
 from egmctl.consumer.writer import WriteRound
@@ -64,7 +64,7 @@ class StoreBase:
         self, round_: ReadRound | WriteRound, finish: Callable[[], list[int | EgmError]], keys: Collection[str] = ()
     ) -> BatchTransfer:
         """Begin a round, known to `close` from before; puts hold their ``keys`` until it is over, also by failing."""
-        held: list[frozenset[str] | set[str]] = []
+        held = Held()
 
         def over() -> None:
             with self._lock:

@@ -9,6 +9,7 @@ from egmctl.consumer.base import StoreBase
 from egmctl.consumer.context import keeps_device
 from egmctl.consumer.engine import check_batch
 from egmctl.consumer.gather import Entries, Indices
+from egmctl.consumer.keylocks import Held
 from egmctl.consumer.requests import BufferList, WriteRequest, Writes, part_of_bytes, singles
 from egmctl.consumer.sparse import scatter_request
 from egmctl.consumer.transfer import BatchTransfer, Transfer, single
@@ -57,7 +58,7 @@ class Puts(StoreBase):
         check_batch(keys, buffers)
         self._open()
         requests = Writes(self._buffers, keys, buffers)
-        held: list[frozenset[str] | set[str]] = []
+        held = Held()
         try:
             self._locks.acquire(requests.every_key, self._engine.timing.put_deadline, held)
             return write_all(self._engine, requests, config or ReplicateConfig(), stream=stream)
@@ -134,7 +135,7 @@ class Puts(StoreBase):
         self, request: WriteRequest, config: ReplicateConfig | None, stream: int | None = None
     ) -> list[int | EgmError]:
         self._open()
-        held: list[frozenset[str] | set[str]] = []
+        held = Held()
         try:
             self._locks.acquire([request.key], self._engine.timing.put_deadline, held)
             return write_all(self._engine, [request], config or ReplicateConfig(), stream=stream)

@@ -17,6 +17,7 @@ from egmctl.consumer.errors import (
     StoreClosed,
     TransferTimeout,
 )
+from egmctl.consumer.keylocks import Held
 from egmctl.errors import EgmError
 from tests.consumer.mini_provider import MiniProvider
 from tests.consumer.support import Memory, PausingCopier, fill, payload, until
@@ -184,7 +185,7 @@ def test_puts_of_one_key_wait_for_each_other(master: Master, provider: MiniProvi
         with pytest.raises(TransferTimeout):
             first.result(timeout=0.05)
         with pytest.raises(ObjectBusy):
-            store._locks.acquire(["k"], 0.05, [])
+            store._locks.acquire(["k"], 0.05, Held())
         assert store.put_from("other", memory.address, 10) == 10  # other keys are not kept waiting
         assert not store.exists("k")
         copier.go.set()

@@ -10,6 +10,7 @@ import pytest
 from egmctl.consumer import EgmStore, Timing, engine, master_link
 from egmctl.consumer.errors import InterruptedPut, InvalidRequest, NoSpace
 from egmctl.errors import EgmError
+from egmctl.mooncake import caller
 from tests.consumer.mini_provider import MiniProvider
 from tests.consumer.support import Background, Memory, PausingCopier
 from tests.support.master import Master
@@ -61,22 +62,35 @@ def test_what_a_caller_does_to_its_lists_meanwhile_changes_nothing(store: EgmSto
     assert store.get("one") == b"A" * 4096
 
 
+@pytest.mark.parametrize("columns", [True, False], ids=["as columns", "one by one"])
 def test_less_space_than_was_asked_for_is_given_back(
-    store: EgmStore, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    store: EgmStore, memory: Memory, monkeypatch: pytest.MonkeyPatch, columns: bool
 ) -> None:
     store.put_from("before", memory.address, 100)  # the chunk is in use, as it mostly is
-    given = master_link._memory
+    given = caller.read_spots
+    places = master_link._memory
+    shortened = []
 
-    def short(rows: Any, status: int) -> Any:
-        places, elsewhere = given(rows, status)
-        return tuple(place._replace(nbytes=1) for place in places), elsewhere
+    def short(wanted: bytes, body: bytes) -> Any:
+        spots = given(wanted, body)
+        if spots is None or not columns:
+            return None
+        shortened.append(spots)
+        return spots._replace(sizes=[1] * len(spots.sizes))
+
+    def short_places(rows: Any, status: int) -> Any:
+        found, elsewhere = places(rows, status)
+        shortened.append(found)
+        return tuple(place._replace(nbytes=1) for place in found), elsewhere
 
     with monkeypatch.context() as patch:
-        patch.setattr(master_link, "_memory", short)
+        patch.setattr(caller, "read_spots", short)
+        patch.setattr(master_link, "_memory", short_places)
         for result in store.batch_put_from(["y", "z"], [memory.address] * 2, [4096] * 2):
             assert isinstance(result, InterruptedPut)
             assert "less space" in result.message
             assert result.facts["revoked"]
+    assert shortened
     assert not store.exists("y")
 
 
