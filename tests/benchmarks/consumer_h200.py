@@ -3,9 +3,11 @@
     python -m tests.benchmarks.consumer_h200 [--json FILE] [--only 1,2] [--rehearse] [--spread-master]
 
 A real Master, a ``cuda-posix`` pool of a real agent, a stock Mooncake client; every part runs in a process of its own,
-with a time limit, so that one which fails leaves the others be. The Master has one CPU, and it to itself: left alone it
-hands each request from thread to thread over all CPUs, and on an idle virtual machine each of these takes its time to
-wake (``--spread-master`` measures that). Where one thread is measured (parts 2, 4 and 5) it has one, too.
+with a time limit, so that one which fails leaves the others be. The Master has one CPU: left alone it hands each
+request from thread to thread over all CPUs, and on an idle virtual machine each of these takes its time to wake
+(``--spread-master`` measures that). Where one thread is measured (parts 2, 4 and 5) it has one, too. Which ones they
+are is decided by how quick they are, in part 2 before each turn: on a shared host a neighbour halves the speed of
+single CPUs, for seconds.
 
 Figures are medians of repeated runs, each from the call in Python to its return, with the first ones left out. GB is
 10**9 bytes. ``--rehearse`` runs all of it in small on a model of the driver: it shows that the program works, and its
@@ -128,12 +130,13 @@ def main() -> int:
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, LocalMaster() as master:
-        master_cpu = None if arguments.spread_master else give_a_cpu_of_its_own(master.pid)
+        apart = not arguments.spread_master and give_a_cpu_of_its_own(master.pid)
         world = World(
             master.address,
             master.admin_address,
             arguments.rehearse,
             arguments.json + ".rows" if arguments.json else str(Path(folder, "rows")),
+            master.pid if apart else 0,
         )
         Path(world.rows).write_text("")
         scale = world.scale
@@ -147,7 +150,7 @@ def main() -> int:
     document = {
         "schema": "egmctl/benchmark-consumer/1",
         "rehearsal": arguments.rehearse,
-        "environment": {**_environment(), "master_cpu": master_cpu},
+        "environment": {**_environment(), "master_has_a_cpu": apart},
         "seconds": round(time.monotonic() - began, 1),
         "results": rows,
     }

@@ -181,7 +181,7 @@ def _spread(times: list[float]) -> dict[str, float]:
 
 def batches(world: World) -> None:
     """Many objects of 1 MiB in one call, from the call to its return."""
-    with Here(world, 2) as here, on_a_cpu_of_its_own():
+    with Here(world, 2) as here, on_a_cpu_of_its_own(world) as choose_cpus:
         rates = here.raw_rates()
         count, size = here.scale.batch
         total = count * size
@@ -205,6 +205,7 @@ def batches(world: World) -> None:
             loops: list[float] = []
             times: list[float] = []
             for turn in range(13):
+                choose_cpus()
                 bare += here.seconds(raw, 2, 1)
                 loops += here.seconds(lambda _: sum(number * number for number in range(10_000)), 1, 0)
                 some = []

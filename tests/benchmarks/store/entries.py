@@ -156,7 +156,7 @@ class _Entries:
 
 def one_small(world: World) -> None:
     """One object of 4 KiB: with the call to the Master, in a session, and what the call and the copy take alone."""
-    with Here(world, 4, MIB) as here, on_a_cpu_of_its_own():
+    with Here(world, 4, MIB) as here, on_a_cpu_of_its_own(world):
         size, count = 4 * KIB, here.scale.small
         here.fill(here.hbm[0], size, seed=5)
         here.store.put_from("small", here.hbm[0], size)

@@ -43,7 +43,7 @@ def against_stock(world: World) -> None:
             "put": here.row(f"stock client over TCP, put from {place}, {what}", size, [ns / 1e9 for ns in put_ns]),
         }
         ours: dict[str, list[float]] = {"get": [], "put": []}
-        with on_a_cpu_of_its_own():
+        with on_a_cpu_of_its_own(world):
             ours["get"] = here.seconds(lambda n: here.store.get_into(names[n % len(names)], hbm, size))
             for turn in range(here.scale.repeats):
                 key = f"ours-{turn}"

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -109,6 +110,7 @@ class World:
     admin: str
     rehearsal: bool
     rows: str  # the file that its rows are appended to
+    master_pid: int = 0  # of a Master that has a CPU of its own
 
     @property
     def scale(self) -> Scale:
@@ -150,17 +152,56 @@ class Rows:
             file.write(json.dumps(row) + "\n")
 
 
-@contextmanager
-def on_a_cpu_of_its_own() -> Iterator[None]:
-    """This thread, and what it starts meanwhile, on one CPU: one that moves about finds cold caches, and on a virtual
-    machine CPUs that have to be woken. Nothing is done where there are fewer than four."""
+def _quickest(cpus: set[int]) -> list[int]:
+    """The quickest first, by a loop of a millisecond on each: on a shared host a neighbour halves the speed of single
+    CPUs, for seconds."""
     mine = os.sched_getaffinity(0)
-    if len(mine) >= 3:  # the Master has one already; next to it may be the other half of the same core
-        os.sched_setaffinity(0, {sorted(mine)[len(mine) // 2]})
+    seconds: dict[int, float] = {}
     try:
-        yield
+        for cpu in sorted(cpus):
+            os.sched_setaffinity(0, {cpu})
+            for _ in range(3):
+                begin = time.perf_counter()
+                sum(number * number for number in range(5_000))
+                took = time.perf_counter() - begin
+                seconds[cpu] = min(took, seconds.get(cpu, took))
     finally:
         os.sched_setaffinity(0, mine)
+    return sorted(seconds, key=lambda cpu: seconds[cpu])
+
+
+@contextmanager
+def on_a_cpu_of_its_own(world: World) -> Iterator[Callable[[], None]]:
+    """This thread, and what it starts meanwhile, on one CPU: one that moves about finds cold caches, and on a virtual
+    machine CPUs that have to be woken. What is yielded chooses anew, for the Master as well when that has one: the two
+    that are quickest now, which are not next to each other (that may be the other half of the same core). Nothing is
+    done where there are fewer than four."""
+    mine = os.sched_getaffinity(0)
+    masters = _cpus_of(world.master_pid) if world.master_pid else set()
+
+    def choose() -> None:
+        if len(mine | masters) < 4:
+            return
+        order = _quickest(mine | masters)
+        if world.master_pid:
+            _run_on(world.master_pid, next(cpu for cpu in order if cpu // 2 != order[0] // 2))
+        os.sched_setaffinity(0, {order[0]})
+
+    choose()
+    try:
+        yield choose
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def _cpus_of(pid: int) -> set[int]:
+    return set(os.sched_getaffinity(pid))
+
+
+def _run_on(pid: int, cpu: int) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), {cpu})
 
 
 def rehearse_on_the_model() -> None:
@@ -179,18 +220,14 @@ def rehearse_on_the_model() -> None:
     atexit.register(shutil.rmtree, folder, True)
 
 
-def give_a_cpu_of_its_own(pid: int) -> int | None:
-    """Have all threads of a process run on one CPU, and this process and those it starts later on the others. Which
-    CPU that is; None, and nothing done, where there are fewer than four."""
+def give_a_cpu_of_its_own(pid: int) -> bool:
+    """Have all threads of a process run on one CPU, the quickest. False, and nothing done, where there are fewer than
+    four."""
     mine = os.sched_getaffinity(0)
     if len(mine) < 4:
-        return None
-    cpu = max(mine)
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread), {cpu})
-    os.sched_setaffinity(0, mine - {cpu})
-    return cpu
+        return False
+    _run_on(pid, _quickest(mine)[0])
+    return True
 
 
 @dataclass
