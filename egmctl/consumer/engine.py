@@ -282,7 +282,7 @@ def settle(completions: Sequence[Completion]) -> None:
         pass
 
 
-_RAMP = (16, 24, 48)
+_RAMP = (12, 24, 48)
 """Each piece is asked for and its copies are queued within the time in which the piece before is copied, for objects of
 1 MiB at 55 GB/s."""
 _MOST = 64
