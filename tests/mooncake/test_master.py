@@ -367,6 +367,27 @@ def test_everything_can_be_removed_at_once(mounted: Any) -> None:
     assert client.batch_exist_key(["a", "b"]) == [False, False]
 
 
+def test_the_usual_answers_to_a_batch_are_read_as_columns(mounted: Any) -> None:
+    client, me, _ = mounted
+    keys, sizes = [f"k{at}" for at in range(9)], [4096 * (at + 1) for at in range(9)]
+    granted = client.prepare_batch_put_start(me, keys, sizes, ReplicateConfig())().result()
+    assert isinstance(granted, calls.Spots)
+    assert (list(granted.sizes), list(granted.statuses), list(granted.leases)) == (sizes, [2] * 9, [])
+    again = client.prepare_batch_put_start(me, ["new", *keys], [1, *sizes], ReplicateConfig())().result()
+    assert not isinstance(again, calls.Spots)  # one is granted, the others exist
+    assert [isinstance(each, Failure) for each in again] == [False] + [True] * 9
+    assert client.prepare_batch_put_end(me, keys)().result() == [None] * 9
+    located = client.prepare_batch_get_replica_list(keys)().result()
+    assert isinstance(located, calls.Spots)
+    assert [list(each) for each in located[2:6]] == [list(each) for each in granted[2:6]]
+    one_by_one = client.batch_get_replica_list(keys)
+    for at, told in enumerate(one_by_one):
+        (its,) = told.replicas
+        assert (its.id, its.status, its.address) == (located.ids[at], 3, located.addresses[at])
+        assert (its.protocol, its.te_endpoint) == (located.protocols[at], located.te_endpoints[at])
+        assert told.lease_ttl_ms == located.leases[at]
+
+
 def test_replica_ids_are_unique_and_rise_over_one_masters_life(any_master: Master, mounted: Any) -> None:
     client, me, chunk = mounted
     ids: list[int] = []

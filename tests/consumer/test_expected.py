@@ -1,0 +1,143 @@
+"""Chunks of the operation before are taken hold of while the Master answers: a guess, that may be wrong in any way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from egmctl.consumer import EgmStore, Timing
+from egmctl.consumer.errors import ObjectBusy
+from egmctl.consumer.keylocks import Held, KeyLocks
+from egmctl.consumer.pins import Pins
+from egmctl.errors import EgmError
+from tests.consumer.mini_provider import MiniProvider
+from tests.consumer.support import Memory, payload
+from tests.support.master import Master
+
+MIB = 1 << 20
+
+
+def users(store: EgmStore) -> list[int]:
+    return [entry.users for entry in store._engine.mappings._entries.values()]
+
+
+def expected(store: EgmStore) -> Pins:
+    pins = store._engine.pins()
+    pins.expect(store._engine.usual)
+    return pins
+
+
+def test_what_was_used_before_is_held_and_let_go_of_with_the_operation(store: EgmStore) -> None:
+    store.put("k", payload("k", MIB))
+    assert len(store._engine.usual) == 1
+    pins = expected(store)
+    assert users(store) == [1]
+    pins.expect(store._engine.usual)
+    assert users(store) == [1]
+    (place,) = store._engine.master.locate(["k"])()[0].places  # type: ignore[union-attr]
+    assert pins.near(place, time.monotonic()) is not None
+    assert pins.confirm() == set()
+    pins.close()
+    assert users(store) == [0]
+    assert store._engine.mappings.imports == 1
+
+
+def test_what_is_not_mapped_any_more_is_not_imported_for_a_guess(store: EgmStore) -> None:
+    store.put("k", payload("k", MIB))
+    store._engine.mappings.drop(lambda key: True)
+    pins = expected(store)
+    assert users(store) == []
+    assert store._engine.mappings.imports == 1
+    pins.close()
+    assert store.get("k") == payload("k", MIB)
+
+
+def test_a_provider_that_is_gone_is_not_asked_for_a_guess(master: Master) -> None:
+    with EgmStore.connect(master.address, timing=Timing(retry=2.0, bind=30.0)) as store:
+        with MiniProvider(master.address, chunks=[16 * MIB]) as first:
+            store.put("k", payload("k", MIB))
+            ((endpoint, _),) = store._engine.usual
+            first.kill()
+        with MiniProvider(master.address, chunks=[16 * MIB]) as second:
+            began = time.monotonic()
+            pins = expected(store)
+            assert time.monotonic() - began < 1.0
+            assert users(store) in ([], [0])
+            pins.close()
+            store.remove("k", force=True)
+            for at in range(20):  # some are given space of the one that is gone, until the Master forgets it
+                try:
+                    store.put(f"new-{at}", payload("new", 1000))
+                    break
+                except EgmError:
+                    time.sleep(1)
+            assert store.get(f"new-{at}") == payload("new", 1000)
+            assert second.endpoint != endpoint
+
+
+def test_a_binding_made_after_the_question_is_no_answer_to_it(store: EgmStore) -> None:
+    store.put("k", payload("k", MIB))
+    asked = store._engine.master.locate(["k"])
+    asked()
+    (binding,) = store._engine.bindings.known()
+    binding.bound_at = time.monotonic()  # as if it had been bound anew meanwhile
+    pins = expected(store)
+    spots = asked.columns()
+    assert spots is not None
+    for column in (3, 4):
+        assert pins.line_up(spots, spots.sizes, asked.asked_at, column) is None
+    assert pins.line_up(spots, spots.sizes, time.monotonic(), 3) is not None
+    assert pins.line_up(spots, [size + 1 for size in spots.sizes], time.monotonic(), 3) is None
+    pins.close()
+    assert users(store) == [0]
+
+
+def test_chunks_that_share_a_part_of_the_address_space_are_told_apart(master: Master) -> None:
+    """Chunks smaller than the parts by which they are found."""
+    with (
+        MiniProvider(master.address, chunks=[2 * MIB] * 6),
+        EgmStore.connect(master.address, timing=Timing(retry=2.0)) as store,
+    ):
+        memory, back = Memory(6 * MIB), Memory(6 * MIB)
+        for each in (memory, back):
+            store.register_buffer(each.address, each.nbytes)
+        size = 128 << 10
+        data = b"".join(payload(f"part-{at}", size) for at in range(40))
+        memory.write(data)
+        keys = [f"k{at}" for at in range(40)]
+        at = [memory.address + n * size for n in range(40)]
+        for _ in range(3):
+            assert store.batch_put_from(keys, at, [size] * 40) == [size] * 40
+            places = {each.places[0].address // (2 * MIB) for each in store._engine.master.locate(keys)()}  # type: ignore[union-attr]
+            assert len(places) > 1
+            back.write(bytes(len(data)))
+            assert store.batch_get_into(keys, [back.address + n * size for n in range(40)], [size] * 40) == [size] * 40
+            assert back.read(len(data)) == data
+            for key in keys:
+                store.remove(key, force=True)
+
+
+def test_keys_are_free_when_whoever_held_them_is_gone_without_a_word() -> None:
+    locks = KeyLocks()
+    held = Held()
+    locks.acquire(["a", "b"], 1.0, held)
+    assert len(locks) == 2
+    with pytest.raises(ObjectBusy, match="another put"):
+        locks.acquire({"b", "c"}, 0.01, Held())
+    assert len(locks) == 2
+    del held
+    assert len(locks) == 0
+    other = Held()
+    locks.acquire({"b", "c"}, 0.01, other)
+    waited: list[Any] = []
+    waiting = Held()
+    thread = threading.Thread(target=lambda: waited.append(locks.acquire(["c"], 10.0, waiting)))
+    thread.start()
+    locks.release(other)
+    locks.release(other)
+    thread.join(5)
+    assert waited == [None]
+    assert len(locks) == 1
