@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ def entries(world: World) -> None:
         here.store.put_from("far", here.hbm[0], scale.far)
         here.store.put_from("near", here.hbm[0], scale.near)
         work = _Entries(here, rates)
-        rate = work.gather("far", scale.far, 4 * KIB, 0.88, aligned=4 * KIB)
-        work.against_batch(rate)
+        work.gather("far", scale.far, 4 * KIB, 0.88, aligned=4 * KIB)
+        work.against_batch()
         work.gather("near", scale.near, 656, 0.80)
         work.gather("far", scale.far, 656, 0.80)
         work.top_k("near", scale.near)
@@ -57,11 +58,11 @@ class _Entries:
         return found
 
     def drop(self, sets: list[tuple[DeviceArray, np.ndarray[Any, Any]]]) -> None:
-        for array, _ in sets:
+        for each, _ in sets:
             self.here.driver.use_device(0)
-            self.here.driver.mem_free(array.address)
+            self.here.driver.mem_free(each.address)
 
-    def gather(self, key: str, span: int, entry: int, target: float, aligned: int = 16) -> float:
+    def gather(self, key: str, span: int, entry: int, target: float, aligned: int = 16) -> None:
         here = self.here
         count = here.scale.gathered // entry
         sets = self.sets(count, entry, span, aligned)
@@ -76,19 +77,19 @@ class _Entries:
         self.here.row(f"{what}, Master calls included", count * entry, here.seconds(whole), self.rates["get"])
         with store.session([key]) as session:
             times = here.seconds(lambda number: session.gather(sets[number % SETS][0], entry, hbm))
-        rate = here.row(f"{what}, session", count * entry, times, self.rates["get"], target)
+        here.row(f"{what}, session", count * entry, times, self.rates["get"], target)
         self.drop(sets)
-        return rate
 
-    def against_batch(self, rate: float) -> None:
-        """The same blocks by one batch of the driver's."""
-        here, count, block = self.here, self.here.scale.batch_blocks, 4 * KIB
+    def against_batch(self) -> None:
+        """The very same blocks by one batch of the driver's, its arrays made beforehand."""
+        here, block = self.here, 4 * KIB
+        count = here.scale.gathered // block
         with here.store.session(["far"]) as session:
             start = device_address(session, "far")
-            blocks = self.random.permutation(here.scale.far // block)[:count]
-            destinations = [here.hbm[0] + block * number for number in range(count)]
-            sources = [start + block * int(number) for number in blocks]
-            sizes = [block] * count
+            blocks = self.random.permutation(here.scale.far // block)[:count].astype(np.int64)
+            destinations = array("Q", range(here.hbm[0], here.hbm[0] + count * block, block))
+            sources = array("Q", (start + block * blocks).tolist())
+            sizes = array("Q", [block]) * count
             stream = here._streams[0][0]
 
             def batch(number: int) -> None:
@@ -96,14 +97,15 @@ class _Entries:
                 here.driver.memcpy_batch_async(destinations, sources, sizes, stream)
                 here.driver.stream_synchronize(stream)
 
-            one = here.row(f"one cuMemcpyBatchAsync of {count} x 4 KiB", count * block, here.seconds(batch))
-            offsets = self.on_gpu(blocks.astype(np.int64) * block)
+            name = f"one cuMemcpyBatchAsync of {count} x 4 KiB"
+            one = here.row(name, count * block, here.seconds(batch, 5, 1), self.rates["get"])
+            here.check_entries(here.hbm[0], blocks * block, block, seed=3)
+            offsets = self.on_gpu(blocks * block)
             times = here.seconds(lambda _: session.gather(offsets, block, here.hbm[0]))
             same = here.row(f"gather of the same {count} x 4 KiB, session", count * block, times, self.rates["get"])
             here.driver.use_device(0)
             here.driver.mem_free(offsets.address)
-        here.rows.add("gather of 4 KiB blocks over one cuMemcpyBatchAsync, times", ratio=rate / one, target=20.0)
-        here.rows.add(f"the same {count} blocks alone over one cuMemcpyBatchAsync, times", ratio=same / one)
+        here.rows.add("gather of the same blocks over one cuMemcpyBatchAsync, times", ratio=same / one, target=20.0)
 
     def top_k(self, key: str, span: int) -> None:
         here, count, entry = self.here, self.here.scale.top_k, 656

@@ -49,7 +49,6 @@ class Scale:
     near: int  # the span that address translation reaches
     far: int  # and one that it does not
     gathered: int  # bytes that one gather brings
-    batch_blocks: int
     top_k: int
     small: int  # calls of which the median is taken
     stock: int
@@ -70,7 +69,6 @@ REAL = Scale(
     near=512 * MIB,
     far=4 * GIB,
     gathered=512 * MIB,
-    batch_blocks=8192,
     top_k=2048,
     small=2000,
     stock=512 * MIB,
@@ -90,7 +88,6 @@ REHEARSAL = Scale(
     near=4 * MIB,
     far=16 * MIB,
     gathered=2 * MIB,
-    batch_blocks=64,
     top_k=64,
     small=50,
     stock=4 * MIB,
