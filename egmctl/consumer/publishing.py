@@ -97,7 +97,7 @@ class Publishing:
 
     def prepare(self, flights: Flights) -> None:
         """Make the request that publishes just these, while they are being copied."""
-        if flights.keys:
+        if flights.keys and (self._prepared is None or self._prepared[0] is not flights):
             self._prepared = flights, self._engine.master.publishing(flights.keys)
 
     def _publishable(self, flights: Flights, deadline: float, bad: set[str]) -> Flights:
