@@ -20,26 +20,29 @@ __all__ = ["Lease", "MappingCache"]
 
 
 class _Entry:
-    __slots__ = ("doomed", "future", "key", "mapping", "nbytes", "users")
+    __slots__ = ("future", "key", "leases", "mapping", "nbytes")
 
     def __init__(self, key: Hashable, nbytes: int) -> None:
         self.key = key
         self.nbytes = nbytes
-        self.users = 1
-        self.doomed = False
+        self.leases: set[Lease] = set()
         self.future: Future[Mapping] = Future()
         self.mapping: Mapping | None = None  # once imported: asking a future takes a lock
+
+    @property
+    def users(self) -> int:
+        return len(self.leases)
 
 
 class Lease:
     """The right to use a mapping until `release`; meanwhile it is not unmapped, whatever happens to its provider."""
 
     __slots__ = ("_cache", "_entry", "mapping")
+    mapping: Mapping
 
-    def __init__(self, cache: MappingCache, entry: _Entry, mapping: Mapping) -> None:
+    def __init__(self, cache: MappingCache) -> None:
         self._cache: MappingCache | None = cache
-        self._entry = entry
-        self.mapping = mapping
+        self._entry: _Entry | None = None
 
     def release(self) -> None:
         """Twice is once."""
@@ -90,59 +93,81 @@ class MappingCache:
                 found += [(start, start + mapping.nbytes) for start in starts if start is not None]
         return found
 
-    def acquire(self, key: Hashable, nbytes: int, importer: Callable[[], Mapping]) -> Lease:
+    def acquire(
+        self, key: Hashable, nbytes: int, importer: Callable[[], Mapping], held: list[Lease] | None = None
+    ) -> Lease:
         """The mapping of ``key``, made by ``importer`` if need be: once, however many threads ask; no lock is held
-        while it works, so other keys are not kept waiting. What it raises, all that waited for it are told."""
+        while it works, so other keys are not kept waiting. What it raises, all that waited for it are told.
+
+        The lease is added to ``held``, to be released whatever comes: an interrupt may come before the return.
+        """
+        lease = Lease(self)
+        if held is not None:
+            held.append(lease)
         with self._lock:
             if self._closed:
                 raise StoreClosed("the store is closed")
             entry = self._entries.get(key)
-            if entry is not None:
-                entry.users += 1
-                self._entries.move_to_end(key)
-                victims: list[_Entry] = []
-                mine = False
-            else:
+            mine = entry is None
+            if entry is None:
                 entry = self._entries[key] = _Entry(key, nbytes)
                 self._bytes += nbytes
                 self._imports += 1
-                victims = self._surplus()
-                mine = True
+            self._lend(entry, lease)
+            victims = self._surplus() if mine else []
         if not mine:
             try:
-                return Lease(self, entry, entry.mapping or entry.future.result())
+                lease.mapping = entry.mapping or entry.future.result()
             except BaseException:
-                with self._lock:
-                    entry.users -= 1
+                self.release([lease])
                 raise
+            return lease
+        mapping: Mapping | None = None
         try:
             self._close_all(victims)
             mapping = importer()
+            lease.mapping = mapping
+            entry.future.set_result(mapping)
+            entry.mapping = mapping
         except BaseException as error:
-            with self._lock:
-                if self._entries.get(key) is entry:
-                    del self._entries[key]
-                self._doomed.discard(entry)
-                self._bytes -= nbytes
-                if isinstance(error, ReleaseError) and error.left is not None:
-                    self._unclosed.append(error.left)  # a failed import that could not be undone either
-            entry.future.set_exception(
-                error if isinstance(error, Exception) else EgmError(f"the import was interrupted ({error!r})")
-            )
+            if not entry.future.done():
+                self._undo(entry, lease, mapping, error)
             raise
-        entry.future.set_result(mapping)
-        entry.mapping = mapping
-        return Lease(self, entry, mapping)
+        return lease
 
-    def at_hand(self, key: Hashable) -> Lease | None:
+    def _undo(self, entry: _Entry, lease: Lease, mapping: Mapping | None, error: BaseException) -> None:
+        """An import that failed, or was interrupted just behind its success."""
+        with self._lock:
+            lease._cache = None
+            entry.leases.discard(lease)
+            if self._entries.get(entry.key) is entry:
+                del self._entries[entry.key]
+            self._doomed.discard(entry)
+            self._bytes -= entry.nbytes
+            left = error.left if isinstance(error, ReleaseError) else mapping
+            if left is not None:
+                self._unclosed.append(left)  # what could not be undone either, or not now: close() does
+        entry.future.set_exception(
+            error if isinstance(error, Exception) else EgmError(f"the import was interrupted ({error!r})")
+        )
+
+    def at_hand(self, key: Hashable, held: list[Lease]) -> Lease | None:
         """As `acquire`, when it is mapped already."""
+        lease = Lease(self)
+        held.append(lease)
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.mapping is None or self._closed:
                 return None
-            entry.users += 1
-            self._entries.move_to_end(key)
-            return Lease(self, entry, entry.mapping)
+            lease.mapping = entry.mapping
+            self._lend(entry, lease)
+            return lease
+
+    def _lend(self, entry: _Entry, lease: Lease) -> None:
+        """One user more, the latest; called with the lock held."""
+        lease._entry = entry
+        entry.leases.add(lease)
+        self._entries.move_to_end(entry.key)
 
     def release(self, leases: Iterable[Lease]) -> None:
         """All of them at once. Twice is once."""
@@ -151,7 +176,7 @@ class MappingCache:
             for lease in leases:
                 if lease._cache is not None:
                     lease._cache = None
-                    self._give_back(lease._entry, closing)
+                    self._give_back(lease, closing)
             closing += self._surplus()
         self._close_all(closing)
 
@@ -164,7 +189,6 @@ class MappingCache:
             for entry in entries:
                 del self._entries[entry.key]
                 if entry.users:
-                    entry.doomed = True
                     self._doomed.add(entry)
                 else:
                     self._bytes -= entry.nbytes
@@ -190,10 +214,13 @@ class MappingCache:
         if failure is not None:
             raise failure
 
-    def _give_back(self, entry: _Entry, closing: list[_Entry]) -> None:
+    def _give_back(self, lease: Lease, closing: list[_Entry]) -> None:
         """One user less; called with the lock held."""
-        entry.users -= 1
-        if entry.users == 0 and entry.doomed:
+        entry = lease._entry
+        if entry is None:
+            return
+        entry.leases.discard(lease)
+        if entry.users == 0 and entry in self._doomed:
             self._doomed.discard(entry)
             self._bytes -= entry.nbytes
             closing.append(entry)

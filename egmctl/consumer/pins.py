@@ -76,6 +76,8 @@ class Pins:
         self._confirmed: dict[str, tuple[float, bool]] = {}
         self._near: dict[tuple[str, int], Near] = {}
         self._chunks: dict[Hashable, tuple[str, Near]] = {}
+        self._expected: dict[Hashable, tuple[Lease, ChunkAt, Binding]] = {}
+        self._held: list[Lease] = []
 
     def near(self, place: Place, asked_at: float) -> Near | None:
         """The chunk that holds all of ``place``, when it was mapped before in this operation: nothing can go wrong."""
@@ -111,11 +113,21 @@ class Pins:
         return found if len(found) == len(sizes) else None
 
     def _nearby(self, endpoint: str, address: int) -> Near | None:
-        """The first look at a part of a chunk that is in use already; the next one is found at once."""
+        """The first look at a part of a chunk that is in use already, or expected; the next one is found at once."""
         for named, near in self._chunks.values():
             if near.start <= address < near.end and named == endpoint:
                 self._near[endpoint, address >> _NEAR] = near
                 return near
+        for identity, (lease, chunk, binding) in self._expected.items():
+            if (
+                chunk.base <= address < chunk.base + chunk.nbytes
+                and binding.endpoint == endpoint
+                and self._bound.setdefault(endpoint, binding) is binding
+            ):
+                self._leases[identity] = lease, chunk, binding
+                del self._expected[identity]
+                self._note(binding, chunk, lease)
+                return self._nearby(endpoint, address)
         return None
 
     def resolve(self, place: Place, asked_at: float) -> Target:
@@ -184,20 +196,23 @@ class Pins:
 
     def expect(self, chunks: Iterable[tuple[str, int]]) -> None:
         """Take hold of chunks that most likely will be met, as far as they are mapped and nobody has to be asked. To be
-        done while an answer of the Master is waited for; what is not met after all is only held until `close`."""
+        done while an answer of the Master is waited for. What is not met counts for nothing, and is let go of by
+        `expect_no_more` or when another chunk has to be mapped."""
         for endpoint, address in chunks:
-            binding = self._bound.get(endpoint) or self._bindings.at_hand(endpoint)
+            binding = self._bindings.at_hand(endpoint)
             if binding is None or binding.watch is None or not binding.exclusive:
                 continue
             with suppress(StaleAllocation):
                 chunk = binding.chunk(address, 1)
-                if chunk.identity in self._leases:
-                    continue
-                lease = self._mappings.at_hand(chunk.identity)
-                if lease is not None:
-                    self._leases[chunk.identity] = (lease, chunk, binding)
-                    self._bound[endpoint] = binding
-                    self._note(binding, chunk, lease)
+                if chunk.identity not in self._leases and chunk.identity not in self._expected:
+                    lease = self._mappings.at_hand(chunk.identity, self._held)
+                    if lease is not None:
+                        self._expected[chunk.identity] = lease, chunk, binding
+
+    def expect_no_more(self) -> None:
+        if self._expected:
+            expected, self._expected = self._expected, {}
+            self._mappings.release([lease for lease, _, _ in expected.values()])
 
     @property
     def watched(self) -> bool:
@@ -228,16 +243,18 @@ class Pins:
 
     def close(self) -> None:
         """Only when no copy runs any more. Twice is once."""
-        if self._leases:
-            self._mappings.release([lease for lease, _, _ in self._leases.values()])
-            self._leases = {}
+        self._mappings.release(self._held)
+        self._leases, self._expected = {}, {}
 
     def _lease(self, binding: Binding, chunk: ChunkAt) -> Lease:
         held = self._leases.get(chunk.identity)
         if held is None:
-            lease = self._mappings.acquire(
-                chunk.identity, chunk.nbytes, lambda: self._bindings.map_chunk(binding, chunk)
-            )
+            lease = self._mappings.at_hand(chunk.identity, self._held)
+            if lease is None:
+                self.expect_no_more()  # what is only expected makes room, where that is bounded
+                lease = self._mappings.acquire(
+                    chunk.identity, chunk.nbytes, lambda: self._bindings.map_chunk(binding, chunk), self._held
+                )
             self._leases[chunk.identity] = (lease, chunk, binding)
             return lease
         return held[0]

@@ -136,6 +136,7 @@ class ReadRound:
             while self._over < len(self._pieces) and self._pieces[self._over].completion.done():
                 self._ask_again(self._pieces[self._over])
                 self._over += 1
+        self.pins.expect_no_more()
 
     def _expect(self) -> None:
         self.pins.expect(self._engine.usual)

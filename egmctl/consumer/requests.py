@@ -225,11 +225,7 @@ class _Singles(Sequence[BufferList]):
 def _integers(numbers: Iterable[int]) -> list[int]:
     """Our own, of whatever kind they are: a caller may change its lists while a put is under way."""
     try:
-        own = list(numbers)
-        # One of another kind would have made another kind of sum; looking at each takes three times as long. NumPy's
-        # are not added up: that could overflow, and warn.
-        plain = not own or (type(own[0]) is int and type(sum(own)) is int)
-        return own if plain else list(map(index, own))
+        return list(map(index, numbers))
     except TypeError as error:
         raise InvalidRequest(f"addresses and sizes are integers: {error}") from error
 

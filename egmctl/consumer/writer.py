@@ -107,6 +107,7 @@ class WriteRound:
         pieces = [todo[each] for each in split_batch(len(todo))]
         for asked in in_turn(pieces, self._question, self._expect, self._ran_dry):
             self._launch(asked)
+        self.pins.expect_no_more()
 
     def _expect(self) -> None:
         self.pins.expect(self._engine.usual)
@@ -151,7 +152,7 @@ class WriteRound:
         if flights is not None:
             self._copy(flights, routes, (), asked.deadline)
             return
-        launched: list[tuple[int, Reserved]] = []
+        launched: list[tuple[int, int, Reserved]] = []
         refused: list[str] = []
         custom: list[tuple[WriteRequest, list[Target]]] = []
         for number, key, nbytes, reserved in zip(asked.numbers, asked.keys, asked.sizes, request(), strict=True):
@@ -167,13 +168,13 @@ class WriteRound:
                 self.outcomes[number] = error
                 refused.append(key)
                 continue
-            launched.append((number, reserved))
+            launched.append((number, nbytes, reserved))
         if launched:
             flights = Flights(
-                [number for number, _ in launched],
-                [reserved.key for _, reserved in launched],
-                [self._requests[number].nbytes for number, _ in launched],
-                [[place.endpoint for place in reserved.places] for _, reserved in launched],
+                [number for number, _, _ in launched],
+                [reserved.key for _, _, reserved in launched],
+                [nbytes for _, nbytes, _ in launched],
+                [[place.endpoint for place in reserved.places] for _, _, reserved in launched],
                 request.epoch,
             )
             self._copy(flights, routes, custom, asked.deadline)

@@ -89,11 +89,16 @@ class _Survey:
             number = len(self._forms)
         self._fixed.append((number, begin, self.at))
         self._forms.append(f"{self.at - begin}s")
-        if len(self._forms) > _MAX_FIELDS:
+        self._check()
+
+    def _check(self) -> None:
+        """A type may ask for far more than the message holds."""
+        if len(self._forms) > _MAX_FIELDS or self.at > len(self._body):
             raise _Apart
 
     def _column(self, form: str, nbytes: int) -> Column:
         self.at += nbytes
+        self._check()
         self._columns.append(len(self._forms))
         self._forms.append(form)
         return Column(len(self._columns) - 1)
@@ -121,8 +126,6 @@ class _Survey:
             return self._column(kind.format, struct.calcsize("<" + kind.format))
         if isinstance(kind, Text):
             length = self._length()
-            if self.at + length > len(self._body):
-                raise _Apart
             return self._column(f"{length}s", length)
         if isinstance(kind, Struct):
             return tuple([self._value(member) for member in kind.members])

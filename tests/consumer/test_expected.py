@@ -13,8 +13,9 @@ from egmctl.consumer.errors import ObjectBusy
 from egmctl.consumer.keylocks import Held, KeyLocks
 from egmctl.consumer.pins import Pins
 from egmctl.errors import EgmError
+from egmctl.mooncake.master import ReplicateConfig
 from tests.consumer.mini_provider import MiniProvider
-from tests.consumer.support import Memory, payload
+from tests.consumer.support import Memory, PausingCopier, payload
 from tests.support.master import Master
 
 MIB = 1 << 20
@@ -43,6 +44,82 @@ def test_what_was_used_before_is_held_and_let_go_of_with_the_operation(store: Eg
     pins.close()
     assert users(store) == [0]
     assert store._engine.mappings.imports == 1
+
+
+def one_chunk(provider: MiniProvider, number: int) -> ReplicateConfig:
+    return ReplicateConfig(preferred_segments=(f"{provider.endpoint}/numa0/{number}",))
+
+
+def test_a_guess_follows_what_is_really_used_and_does_not_keep_it_from_being_mapped(master: Master) -> None:
+    """Four chunks used once are not expected ever after, in the place of those in use."""
+    with (
+        MiniProvider(master.address, chunks=[2 * MIB] * 8) as provider,
+        EgmStore.connect(master.address, timing=Timing(retry=2.0), max_mappings=5) as store,
+    ):
+        for at in range(8):
+            store.put(f"k{at}", payload(f"k{at}", 1000), config=one_chunk(provider, at))
+        places = [each.places[0].address for each in store._engine.master.locate([f"k{at}" for at in range(8)])()]  # type: ignore[union-attr]
+        assert len(set(places)) == len({place // (2 * MIB) for place in places}) == 8
+        memory = Memory(8000)
+        store.register_buffer(memory.address, memory.nbytes)
+        store.batch_get_into([f"k{at}" for at in range(4)], [memory.address + 1000 * at for at in range(4)], [1000] * 4)
+        for at in range(4, 8):
+            store.get(f"k{at}")
+        before = store._engine.mappings.imports
+        for turn in range(20):
+            assert store.get(f"k{4 + turn % 4}") == payload(f"k{4 + turn % 4}", 1000)
+        assert store._engine.mappings.imports == before
+        assert {start for _, start in store._engine.usual} <= {place // (2 * MIB) * (2 * MIB) for place in places[4:]}
+
+
+def test_a_guess_makes_room_for_what_has_to_be_mapped(master: Master) -> None:
+    with (
+        MiniProvider(master.address, chunks=[2 * MIB] * 2) as provider,
+        EgmStore.connect(master.address, timing=Timing(retry=2.0), max_mappings=1) as store,
+    ):
+        for at in range(2):
+            store.put(f"k{at}", payload(f"k{at}", 1000), config=one_chunk(provider, at))
+        most = []
+        mapped = store._engine.bindings.map_chunk
+
+        def map_chunk(*chunk: Any) -> Any:
+            most.append(store._engine.mappings.count)
+            return mapped(*chunk)
+
+        store._engine.bindings.map_chunk = map_chunk  # type: ignore[method-assign]
+        for turn in range(6):
+            assert store.get(f"k{turn % 2}") == payload(f"k{turn % 2}", 1000)
+        assert most
+        assert max(most) == 1
+
+
+def test_what_was_only_expected_counts_for_nothing(master: Master) -> None:
+    """It is neither kept while a transfer goes on, nor is a copy doubted because it goes."""
+    copier = PausingCopier()
+    copier.armed = False
+    with (
+        MiniProvider(master.address, chunks=[2 * MIB] * 2) as provider,
+        EgmStore.connect(master.address, timing=Timing(retry=2.0), copier=copier) as store,
+    ):
+        for at in range(2):
+            store.put(f"k{at}", payload(f"k{at}", 1000), config=one_chunk(provider, at))
+        memory = Memory(1000)
+        store.register_buffer(memory.address, 1000)
+        store.get("k0")
+        assert len(store._engine.usual) == 1
+        transfer = store.get_into_async("k1", memory.address, 1000)
+        assert sorted(users(store)) == [0, 1]
+        assert transfer.result() == 1000
+        pins = store._engine.pins()
+        store.get("k0")
+        pins.expect(store._engine.usual)
+        assert sorted(users(store)) == [0, 1]
+        assert pins.used() == []
+        assert pins.watched
+        assert pins.confirm() == set()
+        pins.expect_no_more()
+        assert users(store) == [0, 0]
+        pins.close()
 
 
 def test_what_is_not_mapped_any_more_is_not_imported_for_a_guess(store: EgmStore) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
 from egmctl.consumer.errors import StoreClosed
-from egmctl.consumer.mappings import MappingCache
+from egmctl.consumer.mappings import Lease, MappingCache
 from egmctl.errors import EgmError, FailedError
 from egmctl.memory.base import ReleaseError
 
@@ -201,3 +202,29 @@ def test_what_a_failed_import_could_not_undo_is_undone_by_close() -> None:
     assert cache.count == 0
     cache.close()
     assert left.closed == 1
+
+
+def test_an_interrupt_just_behind_an_import_loses_neither_the_mapping_nor_who_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = MappingCache()
+    made, again = Fake(), Fake()
+    held: list[Lease] = []
+
+    def interrupted(future: object, mapping: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "set_result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.acquire("k", 10, lambda: made, held)
+    assert cache.count == cache.nbytes == 0
+    cache.release(held)
+    assert not made.closed  # it is not known who holds it: with the cache it goes
+    cache.acquire("k", 10, lambda: again, held)
+    assert cache.at_hand("k", held) is not None
+    assert cache.at_hand("other", held) is None
+    cache.release(held)
+    cache.release(held)
+    cache.close()
+    assert (made.closed, again.closed) == (1, 1)

@@ -62,6 +62,22 @@ def test_what_a_caller_does_to_its_lists_meanwhile_changes_nothing(store: EgmSto
     assert store.get("one") == b"A" * 4096
 
 
+def test_integers_of_narrow_kinds_are_not_added_up(store: EgmStore, memory: Memory) -> None:
+    import numpy as np
+
+    class Number:
+        def __index__(self) -> int:
+            return 64
+
+    count = 2100
+    sizes = np.full(count, 64, dtype=np.int8)
+    assert store.batch_put_from([f"n{at}" for at in range(count)], [memory.address] * count, sizes) == [64] * count  # type: ignore[arg-type]
+    assert store.batch_put_from_multi_buffers(["pair"], [[(memory.address, np.int32(4096))]]) == [4096]  # type: ignore[list-item]
+    assert store.batch_put_from(["own"], [memory.address], [Number()]) == [64]  # type: ignore[list-item]
+    with pytest.raises(InvalidRequest, match="integers"):
+        store.batch_put_from(["float"], [memory.address], [64.0])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("columns", [True, False], ids=["as columns", "one by one"])
 def test_less_space_than_was_asked_for_is_given_back(
     store: EgmStore, memory: Memory, monkeypatch: pytest.MonkeyPatch, columns: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from egmctl.mooncake import calls
 from egmctl.mooncake.codec import CodecError, Failure, Frame, Message, build, encode, write_message
 from egmctl.mooncake.columns import Column, Columns, read_columns
 from egmctl.mooncake.decoder import decoder
-from egmctl.mooncake.literals import Sequence, parse_literal
+from egmctl.mooncake.literals import Array, Scalar, Sequence, Struct, Text, parse_literal
 from tests.mooncake.test_codec import TYPES, _values
 from tests.support.reference_codec import literal_of
 
@@ -132,3 +133,13 @@ def test_what_is_no_answer_at_all_is_the_decoders_to_refuse(body: bytes) -> None
     assert calls.read_spots(PUT_START, body) is None
     with pytest.raises(CodecError):
         calls.read_answer("BatchPutStart", PUT_START, body)
+
+
+def test_a_type_that_asks_for_far_more_than_the_message_holds_is_left_at_once() -> None:
+    row = Array(Array(Array(Array(Scalar("Q"), 59), 59), 59), 59)  # twelve million numbers
+    for element in (row, Struct((Scalar("Q"), Array(Scalar("Q"), 63))), Struct((Text(), Scalar("Q")))):
+        literal = literal_of(Sequence(element))
+        for body in (b"\1", b"\1" * 8, b"\2" * 300):
+            began = time.monotonic()
+            assert read_columns(body, Frame(literal, 0, None, 0, len(body))) is None
+            assert time.monotonic() - began < 0.5
