@@ -5,7 +5,7 @@
 A real Master, a ``cuda-posix`` pool of a real agent, a stock Mooncake client; every part runs in a process of its own,
 with a time limit, so that one which fails leaves the others be. The Master has one CPU: left alone it hands each
 request from thread to thread over all CPUs, and on an idle virtual machine each of these takes its time to wake
-(``--spread-master`` measures that). Where one thread is measured (parts 2, 4 and 5) it has one, too. Which ones they
+(``--spread-master`` measures that). Where one thread is measured (parts 2 to 5) it has one, too. Which ones they
 are is decided by how quick they are, in part 2 before each turn: on a shared host a neighbour halves the speed of
 single CPUs, for seconds.
 

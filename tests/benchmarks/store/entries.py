@@ -18,7 +18,7 @@ SETS = 4
 
 def entries(world: World) -> None:
     """Gathers and scatters through the store, offsets on the GPU, another set of them each time."""
-    with Here(world, 3, world.scale.far) as here:
+    with Here(world, 3, world.scale.far) as here, on_a_cpu_of_its_own(world):
         rates = here.raw_rates()
         scale = here.scale
         here.fill(here.hbm[0], scale.far, seed=3)
