@@ -17,7 +17,7 @@ from egmctl.consumer.errors import (
 )
 from egmctl.consumer.pins import Place
 from egmctl.errors import EgmError
-from egmctl.mooncake.calls import Rows, Spots, to_replicas
+from egmctl.mooncake.calls import Rows, Spots, spots_of, to_replicas
 from egmctl.mooncake.master import (
     Failure,
     MasterClient,
@@ -104,8 +104,11 @@ class _Question:
     def columns(self) -> Spots | None:
         """The answer, waited for, when it is the usual one: each object has one replica, in memory and as it should be.
         Otherwise call it."""
-        rows = self._answer()
-        return rows if isinstance(rows, Spots) and rows.statuses.count(self.status) == len(rows.statuses) else None
+        spots = spots_of(self._answer())
+        if spots is None or spots.statuses.count(self.status) != len(spots.statuses):
+            return None
+        self._rows = spots
+        return spots
 
     def _answer(self) -> Rows:
         if self._rows is None:

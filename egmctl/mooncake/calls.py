@@ -42,6 +42,7 @@ __all__ = [
     "new_uuid",
     "read_answer",
     "read_spots",
+    "spots_of",
     "to_located",
     "to_replicas",
 ]
@@ -285,6 +286,25 @@ def _to_spots(found: Columns) -> Spots | None:
         _texts(values[endpoint]),
         () if lease is None else values[lease],
     )
+
+
+def spots_of(rows: Rows) -> Spots | None:
+    """The same of what was not read as columns, where the providers' names have different lengths; None when one is not
+    usual."""
+    if isinstance(rows, Spots):
+        return rows
+    found = []
+    for row in rows:
+        replicas, lease = (row[0], row[1]) if row.__class__ is tuple else (row, None)
+        if replicas.__class__ is not list or len(replicas) != 1 or replicas[0][1][0] != _IN_MEMORY:
+            return None
+        number, (_, body), status = replicas[0][:3]
+        size, address, protocol, endpoint = body[0][:4]
+        found.append((number, status, size, address, protocol, endpoint, lease))
+    if not found:
+        return None
+    ids, statuses, sizes, addresses, protocols, endpoints, leases = zip(*found, strict=True)
+    return Spots(ids, statuses, sizes, addresses, protocols, endpoints, () if leases[0] is None else leases)
 
 
 def _texts(raws: AbstractSequence[bytes]) -> AbstractSequence[str]:

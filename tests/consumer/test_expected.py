@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from typing import Any
@@ -195,6 +196,54 @@ def test_chunks_that_share_a_part_of_the_address_space_are_told_apart(master: Ma
             assert back.read(len(data)) == data
             for key in keys:
                 store.remove(key, force=True)
+
+
+def test_a_batch_over_providers_whose_names_differ_in_length_is_lined_up_as_well(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = next(port for port in range(9999, 5000, -1) if _is_free(port))
+    lined: list[bool] = []
+    line_up = Pins.line_up
+
+    def noted(*arguments: Any) -> Any:
+        found = line_up(*arguments)
+        lined.append(found is not None)
+        return found
+
+    with (
+        MiniProvider(master.address, chunks=[16 * MIB], port=short) as one,
+        MiniProvider(master.address, chunks=[16 * MIB]) as other,
+        EgmStore.connect(master.address, timing=Timing(retry=2.0)) as store,
+    ):
+        assert len(one.endpoint) < len(other.endpoint)
+        count, size = 40, 64 << 10
+        memory, back = Memory(count * size), Memory(count * size)
+        for each in (memory, back):
+            store.register_buffer(each.address, each.nbytes)
+        data = b"".join(payload(f"part-{at}", size) for at in range(count))
+        memory.write(data)
+        at = [size * number for number in range(count)]
+        for turn in range(2):  # the second with both bound
+            if turn:
+                monkeypatch.setattr(Pins, "line_up", noted)
+            keys = [f"{turn}-{number}" for number in range(count)]
+            assert store.batch_put_from(keys, [memory.address + each for each in at], [size] * count) == [size] * count
+            assert store.batch_get_into(keys, [back.address + each for each in at], [size] * count) == [size] * count
+            assert back.read(len(data)) == data
+            back.write(bytes(len(data)))
+        endpoints = {each.places[0].endpoint for each in store._engine.master.locate(keys)()}  # type: ignore[union-attr]
+        assert endpoints == {one.endpoint, other.endpoint}
+    assert lined
+    assert all(lined)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def test_keys_are_free_when_whoever_held_them_is_gone_without_a_word() -> None:

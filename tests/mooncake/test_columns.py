@@ -93,6 +93,22 @@ def test_endpoints_may_differ_as_long_as_their_lengths_do_not() -> None:
     )
 
 
+@pytest.mark.parametrize("located", [False, True])
+def test_names_of_different_lengths_make_columns_all_the_same(located: bool) -> None:
+    wanted = LOCATED if located else PUT_START
+    replicas = [[replica(1, "10.0.0.1:1")], [replica(2, "10.0.0.10:1")], [replica(3, "10.0.0.1:1")]]
+    answers: list[Any] = [(each, 5000 + at, None) for at, each in enumerate(replicas)] if located else replicas
+    body = build(wanted, answers)
+    assert calls.read_spots(wanted, body) is None
+    spots = calls.spots_of(calls.read_answer("X", wanted, body))
+    assert spots is not None
+    assert list(spots.te_endpoints) == ["10.0.0.1:1", "10.0.0.10:1", "10.0.0.1:1"]
+    assert list(spots.leases) == ([5000, 5001, 5002] if located else [])
+    assert (list(spots.ids), list(spots.statuses)) == ([1, 2, 3], [2, 2, 2])
+    same = calls.spots_of(spots)
+    assert same is spots
+
+
 @pytest.mark.parametrize(
     "answers",
     [
@@ -110,6 +126,7 @@ def test_what_is_not_usual_is_left_to_the_decoder(answers: list[Any]) -> None:
     body = build(PUT_START, answers)
     assert calls.read_spots(PUT_START, body) is None
     assert calls.read_answer("BatchPutStart", PUT_START, body) == answers
+    assert calls.spots_of(answers) is None
 
 
 def test_fields_that_a_newer_master_appended_are_no_hindrance() -> None:
