@@ -101,14 +101,10 @@ class _Question:
         """The connection that answers."""
         return self._reply.epoch
 
-    def columns(self) -> Spots | None:
-        """The answer, waited for, when it is the usual one: each object has one replica, in memory and as it should be.
-        Otherwise call it."""
-        spots = spots_of(self._answer())
-        if spots is None or spots.statuses.count(self.status) != len(spots.statuses):
-            return None
-        self._rows = spots
-        return spots
+    def columns(self) -> tuple[Sequence[int], Spots]:
+        """Of the answer, waited for, what is usual: the positions of objects with one replica, in memory and as it
+        should be, and these as columns. For the others call it."""
+        return spots_of(self._answer(), self.status)
 
     def _answer(self) -> Rows:
         if self._rows is None:

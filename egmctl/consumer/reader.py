@@ -51,11 +51,11 @@ class _Asked(NamedTuple):
         self.asked.wait()
 
 
-def _usual(numbers: Sequence[int], asked: Asked, results: Sequence[int]) -> list[_Flight]:
-    """Where each object has one replica, and all of it was asked for."""
+def _usual(numbers: Sequence[int], answers: Sequence[Location | EgmError], results: Sequence[int]) -> list[_Flight]:
+    """Where each object has one replica."""
     return [
         _Flight(number, location, location.places[0], result)
-        for number, location, result in zip(numbers, asked(), results, strict=True)
+        for number, location, result in zip(numbers, answers, results, strict=True)
         if isinstance(location, Location)  # as are all of them
     ]
 
@@ -79,7 +79,7 @@ class _Piece:
     @property
     def flights(self) -> Sequence[_Flight]:
         if self.said is None:
-            self.said = _usual(self.numbers, self.asked, self.results) if self.asked is not None else ()
+            self.said = _usual(self.numbers, self.asked(), self.results) if self.asked is not None else ()
         return self.said
 
     def close(self) -> None:
@@ -151,24 +151,35 @@ class ReadRound:
         numbers, asked = question
         routes = self._engine.routes()
         plain = None if self.failures else self._requests.plain(numbers)
-        spots = None if plain is None else asked.columns()
-        if plain is not None and spots is not None and self._line_up(plain, spots, asked.asked_at, routes):
-            try:
-                completion = self._engine.copy(routes, self._stream)
-            except EgmError as error:
-                self._fail(_usual(numbers, asked, plain.sizes), error)
+        at: Sequence[int] = ()
+        if plain is not None:
+            at, spots = asked.columns()
+            plain = plain.only(at)
+            if not at or not self._line_up(plain, spots, asked.asked_at, routes):
+                at = ()
+            elif len(at) == len(numbers):
+                try:
+                    completion = self._engine.copy(routes, self._stream)
+                except EgmError as error:
+                    self._fail(_usual(numbers, asked(), plain.sizes), error)
+                    return
+                until = asked.asked_at + min(spots.leases) / 1000
+                self._pieces.append(_Piece(numbers, plain.sizes, set(spots.te_endpoints), until, completion, asked))
                 return
-            until = asked.asked_at + min(spots.leases) / 1000
-            self._pieces.append(_Piece(numbers, plain.sizes, set(spots.te_endpoints), until, completion, asked))
-            return
+        answers = asked()
         flights: list[_Flight] = []
+        if plain is not None and at:
+            flights = _usual([numbers[each] for each in at], [answers[each] for each in at], plain.sizes)
+        lined = set(at)
         apart: dict[str, tuple[Routes, list[_Flight]]] = {}
-        for number, answer in zip(numbers, asked(), strict=True):
+        for position, (number, answer) in enumerate(zip(numbers, answers, strict=True)):
+            if position in lined:
+                continue
             try:
                 self._launch_one(number, answer, routes, flights, apart)
             except (EgmError, Again) as error:
                 self.outcomes[number] = error
-        self._copy(routes, flights, asked if len(flights) == len(numbers) else None)
+        self._copy(routes, flights, asked if not lined and len(flights) == len(numbers) else None)
         for its_routes, its_flights in apart.values():
             self._copy(its_routes, its_flights, None)
 

@@ -76,6 +76,13 @@ class Plain(NamedTuple):
     addresses: Sequence[int]
     buffer: Buffer
 
+    def only(self, at: Sequence[int]) -> Plain:
+        """Those at these positions."""
+        if len(at) == len(self.keys):
+            return self
+        keys, sizes, addresses = self.keys, self.sizes, self.addresses
+        return Plain([keys[n] for n in at], [sizes[n] for n in at], [addresses[n] for n in at], self.buffer)
+
 
 class ReadRequests(Protocol):
     """Requests by number. Asking for one may raise what is wrong with it, an `EgmError`."""

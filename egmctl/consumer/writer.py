@@ -148,14 +148,13 @@ class WriteRound:
         if request is None:
             return
         routes = self._engine.routes()
-        flights = None if asked.plain is None else self._line_up(asked.numbers, asked.plain, request, routes)
-        if flights is not None:
-            self._copy(flights, routes, (), asked.deadline)
-            return
+        flights, rest = self._line_up(asked, request, routes)
         launched: list[tuple[int, int, Reserved]] = []
         refused: list[str] = []
         custom: list[tuple[WriteRequest, list[Target]]] = []
-        for number, key, nbytes, reserved in zip(asked.numbers, asked.keys, asked.sizes, request(), strict=True):
+        answers = request() if rest else ()
+        for at in rest:
+            number, key, nbytes, reserved = asked.numbers[at], asked.keys[at], asked.sizes[at], answers[at]
             if isinstance(reserved, EgmError):
                 self._space.refused(key)
                 self.outcomes[number] = (
@@ -170,29 +169,37 @@ class WriteRound:
                 continue
             launched.append((number, nbytes, reserved))
         if launched:
-            flights = Flights(
+            more = Flights(
                 [number for number, _, _ in launched],
                 [reserved.key for _, _, reserved in launched],
                 [nbytes for _, nbytes, _ in launched],
                 [[place.endpoint for place in reserved.places] for _, _, reserved in launched],
                 request.epoch,
             )
+            flights = flights.joined(more) if flights.keys else more
+        if flights.keys:
             self._copy(flights, routes, custom, asked.deadline)
         if refused:
             self._space.revoke(refused)
 
-    def _line_up(self, numbers: Sequence[int], plain: Plain, request: Requested, routes: Routes) -> Flights | None:
-        """What most of a batch is: each with one replica, from one buffer, into a chunk that can be reached. All of
-        them are added to ``routes``, or none and None is returned."""
-        spots = request.columns()
-        if spots is None:
-            return None
+    def _line_up(self, asked: _Asked, request: Requested, routes: Routes) -> tuple[Flights, Sequence[int]]:
+        """What most of a batch is: each with one replica, from one buffer, into a chunk that can be reached. They are
+        added to ``routes``, all of them or none; the others' positions are returned as well."""
+        everything = range(len(asked.numbers))
+        at, spots = request.columns() if asked.plain is not None else ((), None)
+        if asked.plain is None or spots is None or not at:
+            return NONE, everything
+        plain = asked.plain.only(at)
         fragments, column = routes.line(plain.buffer)
         pool = self.pins.line_up(spots, plain.sizes, request.asked_at, column)
         if pool is None:
-            return None
+            return NONE, everything
         fragments += zip(pool, plain.addresses, plain.sizes, strict=True)
-        return Flights(numbers, plain.keys, plain.sizes, list(zip(spots.te_endpoints)), request.epoch)
+        endpoints = list(zip(spots.te_endpoints))
+        if len(at) == len(everything):
+            return Flights(asked.numbers, plain.keys, plain.sizes, endpoints, request.epoch), ()
+        numbers = [asked.numbers[each] for each in at]
+        return Flights(numbers, plain.keys, plain.sizes, endpoints, request.epoch), _others(everything, at)
 
     def _launch_one(
         self,
@@ -348,3 +355,8 @@ class WriteRound:
                 failed.__cause__ = error
                 failed.facts["revoked"] = True if self._space.was_revoked(key) else None
                 self.outcomes[number] = Again(failed)
+
+
+def _others(everything: Sequence[int], at: Sequence[int]) -> list[int]:
+    lined = set(at)
+    return [each for each in everything if each not in lined]

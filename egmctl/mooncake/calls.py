@@ -130,6 +130,7 @@ class Spots(NamedTuple):
     leases: AbstractSequence[int]
 
 
+_NONE: Final = Spots((), (), (), (), (), (), ())
 Rows: TypeAlias = "Spots | list[Any]"
 """The answer to a batch: columns, or an entry for each key as it came off the wire."""
 
@@ -288,23 +289,27 @@ def _to_spots(found: Columns) -> Spots | None:
     )
 
 
-def spots_of(rows: Rows) -> Spots | None:
-    """The same of what was not read as columns, where the providers' names have different lengths; None when one is not
-    usual."""
+def spots_of(rows: Rows, status: int) -> tuple[AbstractSequence[int], Spots]:
+    """The usual ones, with this status, of an answer that was not read as columns (failures are among it, or providers
+    whose names have different lengths) or was: their positions, and they as columns. Of an object that was located, the
+    first replica is taken; one that is put is usual only with a single one."""
     if isinstance(rows, Spots):
-        return rows
-    found = []
-    for row in rows:
+        usual = rows.statuses.count(status) == len(rows.statuses)
+        return (range(len(rows.ids)), rows) if usual else ((), _NONE)
+    at, found = [], []
+    for position, row in enumerate(rows):
         replicas, lease = (row[0], row[1]) if row.__class__ is tuple else (row, None)
-        if replicas.__class__ is not list or len(replicas) != 1 or replicas[0][1][0] != _IN_MEMORY:
-            return None
-        number, (_, body), status = replicas[0][:3]
-        size, address, protocol, endpoint = body[0][:4]
-        found.append((number, status, size, address, protocol, endpoint, lease))
+        if replicas.__class__ is not list or not replicas or (lease is None and len(replicas) > 1):
+            continue
+        number, (kind, body), its = replicas[0][:3]
+        if kind == _IN_MEMORY and its == status:
+            size, address, protocol, endpoint = body[0][:4]
+            at.append(position)
+            found.append((number, its, size, address, protocol, endpoint, lease))
     if not found:
-        return None
+        return (), _NONE
     ids, statuses, sizes, addresses, protocols, endpoints, leases = zip(*found, strict=True)
-    return Spots(ids, statuses, sizes, addresses, protocols, endpoints, () if leases[0] is None else leases)
+    return at, Spots(ids, statuses, sizes, addresses, protocols, endpoints, () if leases[0] is None else leases)
 
 
 def _texts(raws: AbstractSequence[bytes]) -> AbstractSequence[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from egmctl.consumer import EgmStore, Timing
-from egmctl.consumer.errors import ObjectBusy
+from egmctl.consumer.errors import InvalidBuffer, ObjectBusy, ObjectExists, ObjectNotFound
 from egmctl.consumer.keylocks import Held, KeyLocks
 from egmctl.consumer.pins import Pins
 from egmctl.errors import EgmError
@@ -163,8 +163,8 @@ def test_a_binding_made_after_the_question_is_no_answer_to_it(store: EgmStore) -
     (binding,) = store._engine.bindings.known()
     binding.bound_at = time.monotonic()  # as if it had been bound anew meanwhile
     pins = expected(store)
-    spots = asked.columns()
-    assert spots is not None
+    at, spots = asked.columns()
+    assert list(at) == [0]
     for column in (3, 4):
         assert pins.line_up(spots, spots.sizes, asked.asked_at, column) is None
     assert pins.line_up(spots, spots.sizes, time.monotonic(), 3) is not None
@@ -235,6 +235,43 @@ def test_a_batch_over_providers_whose_names_differ_in_length_is_lined_up_as_well
         assert endpoints == {one.endpoint, other.endpoint}
     assert lined
     assert all(lined)
+
+
+def test_what_is_there_already_or_missing_leaves_the_others_of_a_batch_be(
+    store: EgmStore, memory: Memory, master: Master
+) -> None:
+    count, size = 60, 32 << 10
+    data = b"".join(payload(f"part-{at}", size) for at in range(count))
+    memory.write(data)
+    back = Memory(count * size)
+    store.register_buffer(back.address, back.nbytes)
+    there = {f"k{at}" for at in range(0, count, 7)}
+    for key in there:
+        store.put(key, payload(key, size))
+    keys = [f"k{at}" for at in range(count)]
+    results = store.batch_put_from(keys, [memory.address + size * at for at in range(count)], [size] * count)
+    assert [isinstance(each, ObjectExists) for each in results] == [key in there for key in keys]
+    assert {each for each in results if not isinstance(each, EgmError)} == {size}
+    gone = {f"k{at}" for at in range(0, count, 5)}
+    two = store.put_from("two", memory.address, 2 * size)
+    for key in gone:
+        store.remove(key, force=True)
+    capacities = [size] * count
+    capacities[3] = size + 1000  # larger than the object
+    asked = [*keys[:40], "two", *keys[41:]]  # and one that is larger than its buffer
+    got = store.batch_get_into(asked, [back.address + size * at for at in range(count)], capacities)
+    for at, (key, result) in enumerate(zip(asked, got, strict=True)):
+        if key == "two":
+            assert isinstance(result, InvalidBuffer)
+            assert str(two) in result.message
+        elif key in gone:
+            assert isinstance(result, ObjectNotFound)
+        else:
+            assert result == size, key
+            wanted = payload(key, size) if key in there else payload(f"part-{at}", size)
+            assert back.read(size, size * at) == wanted, key
+    assert users(store) == [0] * len(users(store))
+    assert len(store._locks) == 0
 
 
 def _is_free(port: int) -> bool:

@@ -94,19 +94,34 @@ def test_endpoints_may_differ_as_long_as_their_lengths_do_not() -> None:
 
 
 @pytest.mark.parametrize("located", [False, True])
-def test_names_of_different_lengths_make_columns_all_the_same(located: bool) -> None:
+def test_what_is_usual_among_others_makes_columns_all_the_same(located: bool) -> None:
     wanted = LOCATED if located else PUT_START
-    replicas = [[replica(1, "10.0.0.1:1")], [replica(2, "10.0.0.10:1")], [replica(3, "10.0.0.1:1")]]
-    answers: list[Any] = [(each, 5000 + at, None) for at, each in enumerate(replicas)] if located else replicas
+    replicas: list[Any] = [
+        [replica(1, "10.0.0.1:1")],
+        Failure(-704),
+        [replica(2, "10.0.0.10:1")],
+        [],
+        [replica(3, "10.0.0.1:1"), replica(4, "10.0.0.10:1")],
+        [replica(5, status=4)],
+        [(6, (2, ("/a/file", 4096)), 2)],
+    ]
+    answers = replicas
+    if located:
+        answers = [each if isinstance(each, Failure) else (each, 5000 + at, None) for at, each in enumerate(replicas)]
     body = build(wanted, answers)
     assert calls.read_spots(wanted, body) is None
-    spots = calls.spots_of(calls.read_answer("X", wanted, body))
-    assert spots is not None
-    assert list(spots.te_endpoints) == ["10.0.0.1:1", "10.0.0.10:1", "10.0.0.1:1"]
-    assert list(spots.leases) == ([5000, 5001, 5002] if located else [])
-    assert (list(spots.ids), list(spots.statuses)) == ([1, 2, 3], [2, 2, 2])
-    same = calls.spots_of(spots)
+    at, spots = calls.spots_of(calls.read_answer("X", wanted, body), 2)
+    assert list(at) == ([0, 2, 4] if located else [0, 2])
+    assert list(spots.te_endpoints) == ["10.0.0.1:1", "10.0.0.10:1", "10.0.0.1:1"][: len(at)]
+    assert list(spots.leases) == ([5000, 5002, 5004] if located else [])
+    assert list(spots.ids) == [1, 2, 3][: len(at)]
+    assert set(spots.statuses) == {2}
+    everything, same = calls.spots_of(spots, 2)
+    assert list(everything) == list(range(len(at)))
     assert same is spots
+    nothing, none = calls.spots_of(spots, 3)
+    assert not nothing
+    assert not none.ids
 
 
 @pytest.mark.parametrize(
@@ -126,7 +141,6 @@ def test_what_is_not_usual_is_left_to_the_decoder(answers: list[Any]) -> None:
     body = build(PUT_START, answers)
     assert calls.read_spots(PUT_START, body) is None
     assert calls.read_answer("BatchPutStart", PUT_START, body) == answers
-    assert calls.spots_of(answers) is None
 
 
 def test_fields_that_a_newer_master_appended_are_no_hindrance() -> None:
