@@ -349,8 +349,8 @@ def test_batches_can_be_under_way_together(mounted: Any) -> None:
     for keys, reply in zip(parts, starts, strict=True):
         assert all(isinstance(item, tuple) for item in reply.result())
         ends.append(client.submit_batch_put_end(me, keys))
-    located = [client.submit_batch_get_replica_list(keys) for keys in parts]
     assert [end.result() for end in ends] == [[None] * 64] * 8
+    located = [client.submit_batch_get_replica_list(keys) for keys in parts]  # not before: a Master keeps no order
     addresses = [item.replicas[0].address for reply in located for item in reply.result()]
     assert len(set(addresses)) == 512
     revoked = client.submit_batch_put_revoke(me, ["none"]).result()
