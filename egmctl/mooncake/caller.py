@@ -104,20 +104,8 @@ class Caller:
         convert: Callable[[Any], T],
         timeout: float | None,
         keys: Sequence[str | bytes],
-    ) -> Reply[list[T | Failure]]:
-        return self._prepared(call, literal, value, answer, convert, timeout, keys)()
-
-    def _prepared(
-        self,
-        call: str,
-        literal: bytes,
-        value: Any,
-        answer: bytes,
-        convert: Callable[[Any], T],
-        timeout: float | None,
-        keys: Sequence[str | bytes],
     ) -> Callable[[], Reply[list[T | Failure]]]:
-        """As `_batch`; calling what is returned sends it."""
+        """A request for many keys, with an entry for each in the answer; calling what is returned sends it."""
         count = len(keys)
         wanted = b"\x84" + answer
 
@@ -134,7 +122,7 @@ class Caller:
     def _spots(
         self, call: str, literal: bytes, value: Any, answer: bytes, keys: Sequence[str | bytes]
     ) -> Callable[[], Reply[Rows]]:
-        """As `_prepared`, where what is mostly answered can be read as columns."""
+        """As `_batch`, where what is mostly answered can be read as columns."""
         count = len(keys)
         wanted = b"\x84" + answer
 

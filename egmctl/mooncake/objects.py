@@ -105,7 +105,9 @@ class ObjectCalls(Caller):
         if len(keys) != len(sizes):
             raise UsageError(f"{len(keys)} keys and {len(sizes)} sizes", hint="give one size for each key")
         value = client, keys, sizes, config.wire(), self.tenant_id
-        return self._batch("BatchPutStart", _BATCH_PUT_START, value, calls.REPLICAS_ANSWER, to_replicas, timeout, keys)
+        return self._batch(
+            "BatchPutStart", _BATCH_PUT_START, value, calls.REPLICAS_ANSWER, to_replicas, timeout, keys
+        )()
 
     def submit_batch_put_end(
         self,
@@ -120,7 +122,7 @@ class ObjectCalls(Caller):
             raise UsageError(f"{len(keys)} keys and {len(checksums)} checksums", hint="give one for each key, or none")
         metas = [(key, None) for key in keys] if checksums is None else list(zip(keys, checksums, strict=True))
         value = client, metas, replica_type, self.tenant_id
-        return self._batch("BatchPutEnd", _BATCH_PUT_END, value, calls.VOID_ANSWER, same, timeout, keys)
+        return self._batch("BatchPutEnd", _BATCH_PUT_END, value, calls.VOID_ANSWER, same, timeout, keys)()
 
     def submit_batch_put_revoke(
         self,
@@ -131,25 +133,25 @@ class ObjectCalls(Caller):
         timeout: float | None = None,
     ) -> Reply[list[Failure | None]]:
         value = client, keys, replica_type, self.tenant_id
-        return self._batch("BatchPutRevoke", _BATCH_PUT_REVOKE, value, calls.VOID_ANSWER, same, timeout, keys)
+        return self._batch("BatchPutRevoke", _BATCH_PUT_REVOKE, value, calls.VOID_ANSWER, same, timeout, keys)()
 
     def submit_batch_get_replica_list(
         self, keys: Sequence[str | bytes], *, timeout: float | None = None
     ) -> Reply[list[Located | Failure]]:
         value = keys, self.tenant_id
-        return self._batch("BatchGetReplicaList", _KEYS, value, calls.LOCATED_ANSWER, to_located, timeout, keys)
+        return self._batch("BatchGetReplicaList", _KEYS, value, calls.LOCATED_ANSWER, to_located, timeout, keys)()
 
     def submit_batch_exist_key(
         self, keys: Sequence[str | bytes], *, timeout: float | None = None
     ) -> Reply[list[bool | Failure]]:
         value = keys, self.tenant_id
-        return self._batch("BatchExistKey", _KEYS, value, calls.BOOL_ANSWER, same, timeout, keys)
+        return self._batch("BatchExistKey", _KEYS, value, calls.BOOL_ANSWER, same, timeout, keys)()
 
     def submit_batch_remove(
         self, keys: Sequence[str | bytes], *, force: bool = False, timeout: float | None = None
     ) -> Reply[list[Failure | None]]:
         value = keys, force, self.tenant_id
-        return self._batch("BatchRemove", _BATCH_REMOVE, value, calls.VOID_ANSWER, same, timeout, keys)
+        return self._batch("BatchRemove", _BATCH_REMOVE, value, calls.VOID_ANSWER, same, timeout, keys)()
 
     # -- requests made ahead; calling what is returned sends it
 
@@ -175,7 +177,7 @@ class ObjectCalls(Caller):
     ) -> Callable[[], Reply[list[Failure | None]]]:
         """As `submit_batch_put_end`."""
         value = client, [(key, None) for key in keys], ALL_REPLICAS, self.tenant_id
-        return self._prepared("BatchPutEnd", _BATCH_PUT_END, value, calls.VOID_ANSWER, same, None, keys)
+        return self._batch("BatchPutEnd", _BATCH_PUT_END, value, calls.VOID_ANSWER, same, None, keys)
 
     def batch_put_start(
         self,
