@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from typing import Any
 
 from egmctl.consumer.buffers import Buffers
 from egmctl.consumer.context import keeps_device
@@ -12,9 +13,8 @@ from egmctl.consumer.engine import Engine
 from egmctl.consumer.errors import StoreClosed
 from egmctl.consumer.host_copy import HostCopier
 from egmctl.consumer.keylocks import Held, KeyLocks
-from egmctl.consumer.reader import ReadRound
+from egmctl.consumer.rounds import Round
 from egmctl.consumer.transfer import BatchTransfer
-from egmctl.consumer.writer import WriteRound
 from egmctl.errors import EgmError
 
 __all__ = ["StoreBase"]
@@ -61,7 +61,7 @@ class StoreBase:
             raise StoreClosed("the store is closed")
 
     def _begin(
-        self, round_: ReadRound | WriteRound, finish: Callable[[], list[int | EgmError]], keys: Collection[str] = ()
+        self, round_: Round[Any, Any], finish: Callable[[], list[int | EgmError]], keys: Collection[str] = ()
     ) -> BatchTransfer:
         """Begin a round, known to `close` from before; puts hold their ``keys`` until it is over, also by failing."""
         held = Held()

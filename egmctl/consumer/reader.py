@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from egmctl.consumer.choose import NOT_THE_PLACE, Failures, choose
-from egmctl.consumer.engine import Engine, Routes, in_turn, settle, split_batch
+from egmctl.consumer.engine import Engine, Routes, settle
 from egmctl.consumer.errors import (
     GetFailed,
     StaleAllocation,
@@ -23,12 +23,13 @@ from egmctl.consumer.errors import (
 )
 from egmctl.consumer.host_copy import Completion
 from egmctl.consumer.master_link import Asked, Location, is_transient
-from egmctl.consumer.pins import Again, Pins, Place
+from egmctl.consumer.pins import Again, Place
 from egmctl.consumer.requests import Plain, ReadRequests
+from egmctl.consumer.rounds import Round
 from egmctl.errors import EgmError
 from egmctl.mooncake.calls import Spots
 
-__all__ = ["ReadRound", "as_store_error", "is_bound"]
+__all__ = ["ReadRound", "as_store_error"]
 
 
 class _Flight(NamedTuple):
@@ -88,9 +89,8 @@ class _Piece:
         self.said, self.asked, self.question = (), None, None
 
 
-class ReadRound:
-    """One attempt at some requests. `start` locates and begins to copy, `wait` waits, `settle` decides; `outcomes` then
-    holds for each index its result, an error, or `Again`. `abandon` undoes it at any point."""
+class ReadRound(Round[_Piece, _Asked]):
+    """`start` locates and begins to copy, `settle` decides what to believe."""
 
     def __init__(
         self,
@@ -102,53 +102,21 @@ class ReadRound:
     ) -> None:
         """``todo`` are the numbers of the requests; all of them, unless given. ``failures`` are known from rounds
         before, and added to."""
-        self._engine = engine
-        self.driver = engine.driver
+        super().__init__(engine, range(len(requests)) if todo is None else todo, stream)
         self._requests = requests
-        self._todo = range(len(requests)) if todo is None else todo
-        self._stream = stream
         self.failures: Failures = {} if failures is None else failures
-        self._pieces: list[_Piece] = []
         self._over = 0  # pieces whose copies were over while others were still located
-        self.pins = Pins(engine.bindings, engine.mappings)
-        self.outcomes: dict[int, int | EgmError | Again] = {}
-
-    def begin(self) -> None:
-        """`start`; where the Master cannot be asked, that is for a later round to do."""
-        try:
-            self.start()
-        except EgmError as error:
-            self.give_up(error)
-
-    def start(self) -> None:
-        self._start(self._todo)
-        # What lies at endpoints that were bound only now is located once more, this time after binding.
-        late = [number for number, outcome in self.outcomes.items() if is_bound(outcome)]
-        if late:
-            for number in late:
-                del self.outcomes[number]
-            self._start(sorted(late))
-
-    def _start(self, todo: Sequence[int]) -> None:
-        pieces = [todo[each] for each in split_batch(len(todo))]
-        for asked in in_turn(pieces, self._question, self._expect, self._ran_dry):
-            self._launch(asked)
-            while self._over < len(self._pieces) and self._pieces[self._over].completion.done():
-                self._ask_again(self._pieces[self._over])
-                self._over += 1
-        self.pins.expect_no_more()
-
-    def _expect(self) -> None:
-        self.pins.expect(self._engine.usual)
-
-    def _ran_dry(self) -> bool:
-        return bool(self._pieces) and self._pieces[-1].completion.done()
 
     def _question(self, numbers: Sequence[int]) -> _Asked:
         return _Asked(numbers, self._engine.master.locating(self._requests.keys(numbers)))
 
-    def _launch(self, question: _Asked) -> None:
-        numbers, asked = question
+    def _launch(self, asked: _Asked) -> None:
+        self._copy_located(*asked)
+        while self._over < len(self._pieces) and self._pieces[self._over].completion.done():
+            self._ask_again(self._pieces[self._over])
+            self._over += 1
+
+    def _copy_located(self, numbers: Sequence[int], asked: Asked) -> None:
         routes = self._engine.routes()
         plain = None if self.failures else self._requests.plain(numbers)
         at: Sequence[int] = ()
@@ -227,9 +195,6 @@ class ReadRound:
         until = min([flight.location.lease_until for flight in flights])
         self._pieces.append(_Piece(numbers, results, endpoints, until, completion, asked, flights))
 
-    def done(self) -> bool:
-        return all(piece.completion.done() for piece in self._pieces)
-
     def wait(self, timeout: float | None) -> bool:
         """Until the copies are over; a lease that is half gone meanwhile is asked for again."""
         until = None if timeout is None else time.monotonic() + timeout
@@ -292,8 +257,7 @@ class ReadRound:
             if bad:
                 self._disbelieve(bad)
         finally:
-            self._engine.usual = self.pins.used()
-            self.pins.close()
+            self._let_go()
 
     def _disbelieve(self, bad: set[str]) -> None:
         for piece in self._pieces:
@@ -351,11 +315,6 @@ class ReadRound:
             if not mixed:
                 failed.append((flight.place, error))
             self.outcomes[flight.number] = Again(as_store_error(error), at_once=True)
-
-
-def is_bound(outcome: object) -> bool:
-    """Whether the same question can be asked again at once, in the same round."""
-    return isinstance(outcome, Again) and outcome.bound
 
 
 def _changed(flight: _Flight, error: EgmError | None) -> Again:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from egmctl.consumer.context import keeps_device
 from egmctl.consumer.errors import StoreClosed, TransferTimeout
-from egmctl.consumer.reader import ReadRound
-from egmctl.consumer.writer import WriteRound
+from egmctl.consumer.rounds import Round
 from egmctl.errors import EgmError
 
 __all__ = ["BatchTransfer", "Transfer"]
@@ -20,7 +20,7 @@ class BatchTransfer:
 
     def __init__(
         self,
-        round_: ReadRound | WriteRound,
+        round_: Round[Any, Any],
         finish: Callable[[], list[int | EgmError]],
         release: Callable[[], None],
     ) -> None:

@@ -10,14 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from egmctl.consumer.engine import Engine, Oversize, Routes, in_turn, settle, split_batch
+from egmctl.consumer.engine import Engine, Oversize, Routes, settle
 from egmctl.consumer.errors import InterruptedPut, NoSpace, Unreachable
 from egmctl.consumer.host_copy import Completion, Group
 from egmctl.consumer.master_link import Requested, Reserved, is_transient
-from egmctl.consumer.pins import Again, Pins, Target
+from egmctl.consumer.pins import Again, Target
 from egmctl.consumer.publishing import NONE, Flights, Publishing
-from egmctl.consumer.reader import is_bound
 from egmctl.consumer.requests import Plain, WriteRequest, WriteRequests, Writes
+from egmctl.consumer.rounds import Round
 from egmctl.errors import EgmError
 from egmctl.mooncake.master import ReplicateConfig
 
@@ -61,9 +61,8 @@ class _Piece:
     deadline: float
 
 
-class WriteRound:
-    """One attempt at some requests. `start` reserves and begins to copy, `wait` waits, `settle` publishes; `outcomes`
-    then holds for each index its size, an error, or `Again`. `abandon` gives everything back that is not published."""
+class WriteRound(Round[_Piece, _Asked]):
+    """`start` reserves and begins to copy, `settle` publishes. `abandon` gives everything back that is not."""
 
     def __init__(
         self,
@@ -74,55 +73,20 @@ class WriteRound:
         todo: Sequence[int] | None = None,
     ) -> None:
         """``todo`` are the numbers of the requests; all of them, unless given."""
-        self._engine = engine
-        self.driver = engine.driver
+        super().__init__(engine, range(len(requests)) if todo is None else todo, stream)
         self._requests = requests
-        self._todo = range(len(requests)) if todo is None else todo
         self._config = config
-        self._stream = stream
-        self._pieces: list[_Piece] = []
         self._over = 0  # pieces whose copies are known to be over
         self._ended = 0  # of these, pieces that were published as far as they may be
-        self.pins = Pins(engine.bindings, engine.mappings)
-        self.outcomes: dict[int, int | EgmError | Again] = {}
         self._space = Publishing(engine, self.outcomes)
 
-    def begin(self) -> None:
-        """`start`; where the Master cannot be asked, that is for a later round to do."""
-        try:
-            self.start()
-        except EgmError as error:
-            self.give_up(error)
-
-    def start(self) -> None:
-        self._start(self._todo)
-        # Space at endpoints that were bound only now was given back; it is asked for once more, now after binding.
-        late = [number for number, outcome in self.outcomes.items() if is_bound(outcome)]
-        if late:
-            for number in late:
-                del self.outcomes[number]
-            self._start(sorted(late))
-
-    def _start(self, todo: Sequence[int]) -> None:
-        pieces = [todo[each] for each in split_batch(len(todo))]
-        for asked in in_turn(pieces, self._question, self._expect, self._ran_dry):
-            self._launch(asked)
-        self.pins.expect_no_more()
-
-    def _expect(self) -> None:
-        self.pins.expect(self._engine.usual)
-
-    def _ran_dry(self) -> bool:
-        return bool(self._pieces) and self._pieces[-1].completion.done()
-
-    def _question(self, todo: Sequence[int]) -> _Asked:
+    def _question(self, numbers: Sequence[int]) -> _Asked:
         oversize = self._engine.oversize if self._engine.oversize.active else None
-        plain = self._requests.plain(todo) if oversize is None and isinstance(self._requests, Writes) else None
-        numbers: Sequence[int] = todo
+        plain = self._requests.plain(numbers) if oversize is None and isinstance(self._requests, Writes) else None
         if plain is not None:
             keys, sizes = plain.keys, plain.sizes
         else:
-            numbers, keys, sizes = self._look_at(todo, oversize)
+            numbers, keys, sizes = self._look_at(numbers, oversize)
         request = self._engine.master.putting(keys, sizes, self._config) if numbers else None
         return _Asked(numbers, keys, sizes, plain, request, self._space, self._engine.timing.put_deadline)
 
@@ -286,9 +250,6 @@ class WriteRound:
         completion = started[0] if len(started) == 1 else Group(started)
         self._pieces.append(_Piece(flights, completion, deadline))
 
-    def done(self) -> bool:
-        return all(piece.completion.done() for piece in self._pieces)
-
     def wait(self, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
         last = len(self._pieces) - 1
@@ -319,8 +280,7 @@ class WriteRound:
             self._space.record()
             self._space.give_back()
         finally:
-            self._engine.usual = self.pins.used()
-            self.pins.close()
+            self._let_go()
 
     def _end(self, bad: set[str]) -> None:
         over, until = self._pieces[self._ended : self._over], self._over

@@ -138,9 +138,7 @@ class CudaDriver:
                 if context is None:
                     context = self._call("cuDevicePrimaryCtxRetain", self._device(device))
                     self._contexts[device] = context
-        (result,) = self._cuda.cuCtxSetCurrent(context)
-        if result != self._success:
-            self._check("cuCtxSetCurrent", result)
+        self._check("cuCtxSetCurrent", *self._cuda.cuCtxSetCurrent(context))
 
     def current_context(self) -> int:
         return int(self._call("cuCtxGetCurrent") or 0)
@@ -301,9 +299,7 @@ class CudaDriver:
         self._call("cuEventDestroy", event)
 
     def event_record(self, event: int, stream: int) -> None:
-        (result,) = self._cuda.cuEventRecord(event, stream)
-        if result != self._success:
-            self._check("cuEventRecord", result)
+        self._check("cuEventRecord", *self._cuda.cuEventRecord(event, stream))
 
     def event_query(self, event: int) -> bool:
         (result,) = self._cuda.cuEventQuery(event)
@@ -314,9 +310,7 @@ class CudaDriver:
         return False
 
     def event_synchronize(self, event: int) -> None:
-        (result,) = self._cuda.cuEventSynchronize(event)
-        if result != self._success:
-            self._check("cuEventSynchronize", result)
+        self._check("cuEventSynchronize", *self._cuda.cuEventSynchronize(event))
 
     def event_elapsed_ms(self, start: int, end: int) -> float:
         return float(self._call("cuEventElapsedTime", start, end))

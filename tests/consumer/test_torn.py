@@ -25,7 +25,7 @@ KIB = 1 << 10
 COUNT = 40
 STEP = 3
 """Lines between one interrupt and the next."""
-WHERE = ("attempts", "engine", "flow", "gets", "pins", "publishing", "puts", "reader", "writer")
+WHERE = ("attempts", "engine", "flow", "gets", "pins", "publishing", "puts", "reader", "rounds", "writer")
 """Not where a lock is held by a `with`: a tracer can interrupt between its end and the release, a signal cannot."""
 
 
